@@ -92,11 +92,11 @@ def bubbles(place: Place, case: Sleeping) -> list[tuple[float, float]]:
     """Return (measured, ideal) of each step on this rank, without the first two."""
     rank = _Rank(place, case)
     executor, measured = rank.setup(0), []
-    for ticket in executor.tickets(rank.at, case.num_steps):
-        if rank.at.step == case.num_steps:
+    for ticket in executor.tickets(rank.position, case.num_steps):
+        if rank.position.step == case.num_steps:
             break
         executor.step(ticket, rank.fetch(ticket))
-        rank.at.step += 1
+        rank.position.step += 1
         metrics = executor.local.step_metrics
         measured.append((metrics["pipeline/bubble"], metrics["pipeline/bubble_ideal"]))
     executor.close()

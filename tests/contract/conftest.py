@@ -14,6 +14,6 @@ def store() -> Iterator[tuple[str, int]]:
     """A rendezvous store of this process."""
     listening = socket.create_server(("127.0.0.1", 0))
     port = listening.getsockname()[1]
-    held = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
+    tcp_store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
     yield "127.0.0.1", port
-    del held
+    del tcp_store

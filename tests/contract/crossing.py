@@ -41,7 +41,7 @@ def cross_rank(place: Place | None, case: Case, source: Path | None, target: Pat
     try:
         if source is not None:
             loaded = load(source)
-            rank.at.step = loaded.checkpoint.step
+            rank.position.step = loaded.checkpoint.step
             executor.load_state_dict(loaded.tensors)
         executor.tune()
         rank.steps(executor, saves_at)

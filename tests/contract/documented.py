@@ -19,10 +19,10 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "adding-a-strategy.md"
 
 def _module(first_line: str) -> dict[str, Any]:
     """Run the block of the page that begins with a line."""
-    found = re.search(rf"```python\n({re.escape(first_line)}\n.*?)```", PAGE.read_text(), re.DOTALL)
-    assert found is not None
+    match = re.search(rf"```python\n({re.escape(first_line)}\n.*?)```", PAGE.read_text(), re.DOTALL)
+    assert match is not None
     module: dict[str, Any] = {"__name__": __name__}
-    exec(compile(found[1], str(PAGE), "exec", dont_inherit=True), module)
+    exec(compile(match[1], str(PAGE), "exec", dont_inherit=True), module)
     return module
 
 
@@ -51,10 +51,10 @@ class Stretched(Case):
 
     def make_model(self) -> nn.Module:
         """The model of the page."""
-        made: nn.Module = SEQUENCE["Words"](vocab_size=zoo.TOKENS, context=4)
-        return zoo.fill(made)
+        model: nn.Module = SEQUENCE["Words"](vocab_size=zoo.TOKENS, context=4)
+        return zoo.fill(model)
 
     def make_strategy(self) -> Strategy:
         """The class of the page."""
-        made: Strategy = SEQUENCE["SequenceParallel"](**self.settings)
-        return made
+        strategy: Strategy = SEQUENCE["SequenceParallel"](**self.settings)
+        return strategy

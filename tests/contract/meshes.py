@@ -86,12 +86,12 @@ class MeshCase(Case):
                 resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **none,
             )
         )  # fmt: skip
-        made: nn.Module = AutoModelForCausalLM.from_config(config)
-        for module in list(made.modules()):
+        model: nn.Module = AutoModelForCausalLM.from_config(config)
+        for module in list(model.modules()):
             for name, norm in module.named_children():
                 if type(norm).__name__ == "LlamaRMSNorm":  # which computes in float32, whatever the precision
                     setattr(module, name, nn.RMSNorm(norm.weight.shape, eps=1e-6))
-        return zoo.fill(made)
+        return zoo.fill(model)
 
 
 def case_of(family: str, mesh: Mesh, precision: str = "fp64") -> MeshCase:
@@ -176,19 +176,19 @@ class Verdict(NamedTuple):
     """The largest relative error of a parameter after the last step, or of a loss, on any rank."""
 
 
-def error_of(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+def error_of(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     """Return the largest relative error of a tensor."""
-    assert found.keys() == expected.keys()
-    pairs = ((found[name].double(), expected[name].double()) for name in expected)
-    return max(float((one - other).norm() / other.norm()) for one, other in pairs)
+    assert actual.keys() == expected.keys()
+    pairs = ((actual[name].double(), expected[name].double()) for name in expected)
+    return max(float((value - exact).norm() / exact.norm()) for value, exact in pairs)
 
 
 def compare(pool: Pool, family: str, mesh: Mesh, precision: str) -> Verdict:
     """Train on a mesh, and compare: in fp64 with the plain loop, else with one device in the same precision."""
     expected, case = on_one_device(family, precision), case_of(family, mesh, precision)
     ranks: list[Ended] = pool.run(f"{__name__}.begin_and_train", case, num_ranks=mesh.ranks)
-    alike = all(torch.equal(rank.first[name], one) for rank in ranks for name, one in expected.first.items())
-    losses = [abs(one / other - 1) for rank in ranks for one, other in zip(rank.losses, expected.losses, strict=True)]
+    alike = all(torch.equal(rank.first[name], tensor) for rank in ranks for name, tensor in expected.first.items())
+    losses = [abs(loss / exact - 1) for rank in ranks for loss, exact in zip(rank.losses, expected.losses, strict=True)]
     return Verdict(alike, max(*losses, *(error_of(rank.last, expected.last) for rank in ranks)))
 
 
@@ -203,13 +203,13 @@ class Resumed(NamedTuple):
 
 def draw_pairs(count: int, seed: int, sizes: tuple[int, ...] = SIZES) -> list[Resumed]:
     """Draw pairs of meshes of these numbers of ranks; an epoch has four steps."""
-    numbers, found = Random(seed), list[Resumed]()
+    numbers, pairs = Random(seed), list[Resumed]()
     middles = [step for step in range(1, STEPS) if step % 4]
     for _ in range(count):
         family = numbers.choice(FAMILIES)
         before, after = numbers.sample(list(meshes(family, sizes)), 2)
-        found.append(Resumed(family, before, after, numbers.choice(middles)))
-    return found
+        pairs.append(Resumed(family, before, after, numbers.choice(middles)))
+    return pairs
 
 
 def resume_error(pool: Pool, pair: Resumed, folder: Path) -> float:
@@ -222,8 +222,8 @@ def resume_error(pool: Pool, pair: Resumed, folder: Path) -> float:
     tensors = load(folder / "after" / f"step_{end:08d}").tensors
     weights = {name: tensors[f"param/{name}"] for name in expected.last}
     losses = [
-        abs(one / other - 1)
+        abs(loss / exact - 1)
         for rank in ranks
-        for one, other in zip(rank.losses, expected.losses[pair.step :], strict=True)
+        for loss, exact in zip(rank.losses, expected.losses[pair.step :], strict=True)
     ]
     return max(*losses, error_of(weights, expected.last))

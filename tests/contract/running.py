@@ -23,15 +23,15 @@ QUIET = ("recipe=null", "callbacks=[]", "logger=[]", "seed=3", "precision=fp64")
 def run(folder: Path, *overrides: str) -> dict[str, Any]:
     """Train in a folder; what result.json holds."""
     with allow_packages(["tests"]):
-        given = checked(trainkit.compose(latest(*QUIET, *overrides), config_dirs=[CONF], packages=["tests"]))
+        config = checked(trainkit.compose(latest(*QUIET, *overrides), config_dirs=[CONF], packages=["tests"]))
         try:
-            return train(RunRequest(cfg=given.cfg, run_dir=folder, notes=given.notes, is_given=given.is_given))
+            return train(RunRequest(cfg=config.cfg, run_dir=folder, notes=config.notes, is_given=config.is_given))
         except ConfigError as error:
-            raise given.with_origins(error) from error
+            raise config.with_origins(error) from error
 
 
 def weights(result: dict[str, Any]) -> dict[str, Tensor]:
     """Parameters and buffers of the last checkpoint, by name."""
     tensors = load(Path(result["last"])).tensors
-    kept = ("param", "buffer")
-    return {name: t for key, t in tensors.items() for kind, _, name in [key.partition("/")] if kind in kept}
+    kinds = ("param", "buffer")
+    return {name: t for key, t in tensors.items() for kind, _, name in [key.partition("/")] if kind in kinds}

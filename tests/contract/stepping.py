@@ -68,8 +68,8 @@ def changes_maths(strategy: str) -> bool:
 
 def runs_here(strategy: str) -> bool:
     """Whether this machine has what a strategy needs, as its YAML sets it."""
-    made: Strategy = build(node_of(strategy))
-    return not made.validate(PlanContext())
+    built: Strategy = build(node_of(strategy))
+    return not built.validate(PlanContext())
 
 
 STRATEGIES = sorted(
@@ -199,8 +199,8 @@ class Case:
 
     def make_strategy(self) -> Strategy:
         """The strategy of its YAML."""
-        made: Strategy = build(node_of(self.strategy) | self.settings)
-        return made
+        strategy: Strategy = build(node_of(self.strategy) | self.settings)
+        return strategy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,10 +209,10 @@ class Frozen(Case):
 
     def make_model(self) -> nn.Module:
         """The model as it is built."""
-        made = super().make_model()
-        for param in next(made.children()).parameters():
+        model = super().make_model()
+        for param in next(model.children()).parameters():
             param.requires_grad = False
-        return made
+        return model
 
     def from_a_checkpoint(self) -> Self:
         """Started with other numbers."""
@@ -238,8 +238,8 @@ class Trained:
     @property
     def weights(self) -> dict[str, Tensor]:
         """Parameters and buffers by name, as a model's state_dict has them."""
-        kept = ("param", "buffer")
-        return {name: t for key, t in self.state.items() for kind, _, name in [key.partition("/")] if kind in kept}
+        kinds = ("param", "buffer")
+        return {name: t for key, t in self.state.items() for kind, _, name in [key.partition("/")] if kind in kinds}
 
 
 def train(pool: Pool, case: Case) -> list[Trained]:
@@ -252,10 +252,10 @@ def train(pool: Pool, case: Case) -> list[Trained]:
     if len(tasks) == 1:
         return [run_rank(None, case)]
     trained: list[Trained] = pool.run("tests.contract.stepping.run_rank", case, num_ranks=len(tasks))
-    found = [rank for rank, task in zip(trained, tasks, strict=True) if strategy.runs_loop(task)]
-    if len(found) < len(tasks):
-        _share_samples(found, trained)
-    return found
+    ranks = [rank for rank, task in zip(trained, tasks, strict=True) if strategy.runs_loop(task)]
+    if len(ranks) < len(tasks):
+        _share_samples(ranks, trained)
+    return ranks
 
 
 def train_in_threads(store: tuple[str, int], case: Case) -> list[Trained]:
@@ -274,10 +274,10 @@ def train_in_threads(store: tuple[str, int], case: Case) -> list[Trained]:
     return [rank for rank, task in zip(trained, tasks, strict=True) if strategy.runs_loop(task)]
 
 
-def _share_samples(found: list[Trained], trained: list[Trained]) -> None:
+def _share_samples(ranks: list[Trained], trained: list[Trained]) -> None:
     """Where tasks besides the training ones compute: what all tasks have used, with the first."""
-    for step, used in enumerate(found[0].samples):
-        used.extend(index for one in trained for index in one.computed.get(step, ()))
+    for step, used in enumerate(ranks[0].samples):
+        used.extend(index for rank in trained for index in rank.computed.get(step, ()))
 
 
 def arguments_of(case: Case) -> dict[str, Any]:
@@ -328,7 +328,7 @@ def calls_of_a_step(place: Place | None, case: Case) -> dict[str, Calls]:
         executor = rank.setup(0)
         executor.tune()
         rank.steps(executor, case.num_steps - 1)
-        ticket = next(iter(executor.tickets(rank.at, case.num_steps)))
+        ticket = next(iter(executor.tickets(rank.position, case.num_steps)))
         batches = rank.fetch(ticket)
         trace.phases.clear()  # the graphs of earlier steps
         with trace:
@@ -338,7 +338,7 @@ def calls_of_a_step(place: Place | None, case: Case) -> dict[str, Calls]:
 
 
 @dataclass
-class _At:
+class _Position:
     step: int = 0
 
 
@@ -346,7 +346,7 @@ class _Rank:
     """One rank of a case."""
 
     def __init__(self, place: Place | None, case: Case) -> None:
-        self.place, self.case, self.at = place, case, _At()
+        self.place, self.case, self.position = place, case, _Position()
         self.data, self.strategy = case.make_data(), case.make_strategy()
         count = len(self.data)
         self.order = SampleOrder(num_samples=count, seed=case.seed)
@@ -359,20 +359,21 @@ class _Rank:
         self.precision = Precision(value=case.precision, initial_scale=case.initial_scale)  # type: ignore[arg-type]
         self.numerics = Numerics(seed=case.seed, reproducible=case.reproducible)
         self.on_phase: PhaseListener = ignore_phase
-        self.seen: list[tuple[Any, Any]] = []
+        self.sums: list[tuple[Any, Any]] = []
+        """Loss sum and weight of each step."""
         self.samples: list[list[int]] = []
         self.computed: dict[int, list[int]] = {}
         self.norms: list[float] = []
         self.task = self.strategy.tasks(PlanContext())[place.rank if place else 0]
-        self.luck = Random(self.task.rank)
+        self.random = Random(self.task.rank)
 
     def fetch(self, ticket: Ticket) -> list[Any]:
         """The batches of a ticket, for what computes beside the loop."""
-        found = [self._indices(ticket.step, shard) for shard in ticket.shards]
+        indices = [self._indices(ticket.step, shard) for shard in ticket.shards]
         if self.task.rank in self.case.slowed:
-            time.sleep(self.case.slowed[self.task.rank] * self.luck.random())
-        self.computed.setdefault(ticket.step, []).extend(index for shard in found for index in shard)
-        return [self._batch(shard) for shard in found]
+            time.sleep(self.case.slowed[self.task.rank] * self.random.random())
+        self.computed.setdefault(ticket.step, []).extend(index for shard in indices for index in shard)
+        return [self._batch(shard) for shard in indices]
 
     def assist(self) -> Trained:
         """All parts of the training, as a task that does not train."""
@@ -453,8 +454,8 @@ class _Rank:
     def steps(self, executor: Executor, end: int) -> None:
         """Train up to a step."""
         local = executor.local
-        for ticket in executor.tickets(self.at, self.case.num_steps):
-            if self.at.step >= end:
+        for ticket in executor.tickets(self.position, self.case.num_steps):
+            if self.position.step >= end:
                 return
             indices = [self._indices(ticket.step, shard) for shard in ticket.shards]
             if not self.case.checks_always:
@@ -463,17 +464,17 @@ class _Rank:
             outcome = executor.step(ticket, batches)
             if outcome.status is Status.retry:
                 continue
-            self.at.step += 1
+            self.position.step += 1
             first = local.all_ranks.rank % (local.all_ranks.num_ranks // local.num_ranks) == 0
             self.samples.append([index for shard in indices for index in shard if first])
-            self.seen.append((outcome.loss_sum, outcome.weight))
+            self.sums.append((outcome.loss_sum, outcome.weight))
             if outcome.grad_norm is not None:
                 self.norms.append(float(outcome.grad_norm))
 
     def _indices(self, step: int, shard: int) -> list[int]:
         epoch, start, stop = self.training.plan.shard_range(step, shard)
-        found: list[int] = self.order.indices(epoch, start, stop).tolist()
-        return found
+        indices: list[int] = self.order.indices(epoch, start, stop).tolist()
+        return indices
 
     def _batch(self, indices: list[int]) -> tuple[Tensor, Tensor]:
         inputs, targets = (part[indices] for part in self.data.tensors())
@@ -487,6 +488,6 @@ class _Rank:
 
     def losses(self, executor: Executor) -> list[float]:
         """The mean loss of every step so far, over all ranks; collective."""
-        rows = [[float(loss_sum or 0.0), float(weight)] for loss_sum, weight in self.seen]
+        rows = [[float(loss_sum or 0.0), float(weight)] for loss_sum, weight in self.sums]
         total = executor.local.data_ranks.sum(torch.tensor(rows, dtype=torch.float64))
         return [float(loss_sum / weight) for loss_sum, weight in total]

@@ -182,10 +182,10 @@ def ranks_of(case: Case, pool: Pool) -> list[dict[str, Calls]]:
     count = len(case.make_strategy().tasks(PlanContext()))
     if count == 1:
         return [calls_of_a_step(None, case)]
-    found: list[dict[str, Calls]] = pool.run(
+    ranks: list[dict[str, Calls]] = pool.run(
         "tests.contract.stepping.calls_of_a_step", case, num_ranks=count, timeout_s=120
     )
-    return found
+    return ranks
 
 
 CASES: Final = [
@@ -221,7 +221,7 @@ def test_a_step_reads_nothing_copies_nothing_from_the_host_and_launches_no_more(
         assert [phase for phase, calls in phases.items() if calls.host_copies] == []
         if precision == "fp32":
             most = LAUNCHES[strategy]
-            assert {phase: one.launches for phase, one in phases.items() if one.launches > most[phase]} == {}
+            assert {phase: calls.launches for phase, calls in phases.items() if calls.launches > most[phase]} == {}
         if (strategy, precision) == ("one_device", "bf16"):
             assert phases["backward"].launches <= BACKWARD_IN_BF16
 
@@ -261,7 +261,7 @@ def test_a_worker_reads_what_it_reports_and_copies_nothing_from_the_host(
     assert reads == {"reduce": 4 if mode == "sync" or precision == "fp16_mixed" else 3}
     assert [phase for phase, calls in phases.items() if calls.host_copies] == []
     if precision == "fp32":
-        assert {phase: one.launches for phase, one in phases.items() if one.launches > WORKER[mode][phase]} == {}
+        assert {phase: calls.launches for phase, calls in phases.items() if calls.launches > WORKER[mode][phase]} == {}
 
 
 GRAPHS: Final = 198
@@ -294,7 +294,7 @@ def test_a_read_inside_a_graph_is_seen() -> None:
     trace = StepTrace()
     with counting_graphs(trace):
         graph = WholeGraph(
-            lambda one: one.new_full((2,), one.sum().item()),
+            lambda values: values.new_full((2,), values.sum().item()),
             GraphSettings(covers="step", backend="aot_eager"),
             torch.device("cpu"),
             is_joint=True,
@@ -334,12 +334,12 @@ def waits_of_steps(folder: Path, *run: str, checked: str) -> list[int]:
         def step(ticket: Ticket, batches: Sequence[Batch]) -> StepOutcome:
             torch.cuda.set_sync_debug_mode("default" if ticket.step < FIRST else checked)
             try:
-                with warnings.catch_warnings(record=True) as found:
+                with warnings.catch_warnings(record=True) as caught:
                     warnings.simplefilter("always")
                     return plain(ticket, batches)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-                waits.append(sum("synchronizing" in str(one.message) for one in found))
+                waits.append(sum("synchronizing" in str(warning.message) for warning in caught))
 
         with patch.object(loop.executor, "step", step):
             train(loop)

@@ -20,7 +20,7 @@ from tests.support.pool import Pool
 from trainkit.trainer.checkpoint.tensors import load
 
 LAYERS = {"0": "colwise", "2": "rowwise"}
-PLACES: dict[str, tuple[str, dict[str, Any]]] = {
+LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "one_device": ("one_device", {}),
     "mirrored 2": ("mirrored", {"replicas": 2}),
     "fsdp 2": ("fsdp", {"replicas": 2}),
@@ -44,13 +44,13 @@ BASES = {
     "adamw": replace(PLAIN, optimizer="adamw"),
 }
 # cut layers share no batch statistics; AdamW goes through all places in the test below
-CROSSINGS = [(place, "sgd" if place.startswith("tensor") else "sgd, norm") for place in PLACES]
+CROSSINGS = [(layout, "sgd" if layout.startswith("tensor") else "sgd, norm") for layout in LAYOUTS]
 
 Source = Callable[[str], Path]
 
 
-def at(place: str, base: Case, **changes: Any) -> Case:
-    strategy, settings = PLACES[place]
+def case_of(layout: str, base: Case, **changes: Any) -> Case:
+    strategy, settings = LAYOUTS[layout]
     return replace(base, strategy=strategy, settings=settings, **changes)
 
 
@@ -69,32 +69,32 @@ def source(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Source:
     return folder
 
 
-@pytest.mark.parametrize(("place", "base"), CROSSINGS)
+@pytest.mark.parametrize(("layout", "base"), CROSSINGS)
 def test_every_strategy_saves_the_state_that_one_device_saves_and_continues_from_it(
-    place: str, base: str, source: Source, pool: Pool, tmp_path: Path
+    layout: str, base: str, source: Source, pool: Pool, tmp_path: Path
 ) -> None:
-    case, here = at(place, BASES[base]), source(base)
-    ranks = cross(pool, case, source=here, target=tmp_path, saves_at=SAVED)
-    expected, found = load(here), load(tmp_path / here.name)
-    assert found.tensors.keys() == expected.tensors.keys()
-    assert {name.split("/")[1] for name in found.tensors if name.startswith("optimizer/")} == {"momentum_buffer"}
+    case, checkpoint = case_of(layout, BASES[base]), source(base)
+    ranks = cross(pool, case, source=checkpoint, target=tmp_path, saves_at=SAVED)
+    expected, actual = load(checkpoint), load(tmp_path / checkpoint.name)
+    assert actual.tensors.keys() == expected.tensors.keys()
+    assert {name.split("/")[1] for name in actual.tensors if name.startswith("optimizer/")} == {"momentum_buffer"}
     for name, tensor in expected.tensors.items():
-        assert found.tensors[name].dtype is tensor.dtype, name
-        assert torch.equal(found.tensors[name], tensor), name
+        assert actual.tensors[name].dtype is tensor.dtype, name
+        assert torch.equal(actual.tensors[name], tensor), name
     assert_continues(ranks, case)
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_each_strategy_continues_what_the_one_before_has_trained(
-    place: str, source: Source, pool: Pool, tmp_path: Path
+    layout: str, source: Source, pool: Pool, tmp_path: Path
 ) -> None:
-    names = list(PLACES)
-    earlier, base = names[names.index(place) - 1], BASES["adamw"]
-    trained = cross(pool, at(earlier, base, num_steps=SAVED), source=None, target=tmp_path, saves_at=SAVED)
-    here = tmp_path / f"step_{SAVED:08d}"
-    torch.testing.assert_close(load(here).tensors, load(source("adamw")).tensors, rtol=1e-12, atol=1e-14)
-    case = at(place, base)
-    ranks = cross(pool, case, source=here, target=tmp_path / "again", saves_at=SAVED)
+    names = list(LAYOUTS)
+    earlier, base = names[names.index(layout) - 1], BASES["adamw"]
+    trained = cross(pool, case_of(earlier, base, num_steps=SAVED), source=None, target=tmp_path, saves_at=SAVED)
+    checkpoint = tmp_path / f"step_{SAVED:08d}"
+    torch.testing.assert_close(load(checkpoint).tensors, load(source("adamw")).tensors, rtol=1e-12, atol=1e-14)
+    case = case_of(layout, base)
+    ranks = cross(pool, case, source=checkpoint, target=tmp_path / "again", saves_at=SAVED)
     assert {rank.sha256 for rank in ranks} - {None} == {trained[0].sha256}
     assert_continues(ranks, case)
 
@@ -106,7 +106,7 @@ def assert_continues(ranks: list[Crossed], case: Case) -> None:
 
 
 def test_a_sharded_training_is_written_by_all_its_ranks(pool: Pool, tmp_path: Path) -> None:
-    cross(pool, at("fsdp 4", BASES["adamw"], num_steps=1), source=None, target=tmp_path, saves_at=1)
+    cross(pool, case_of("fsdp 4", BASES["adamw"], num_steps=1), source=None, target=tmp_path, saves_at=1)
     index = json.loads((tmp_path / "step_00000001" / "index.json").read_text())
     files = [piece["file"] for piece in index["tensors"]["param/0.weight"]["pieces"]]
     assert sorted(files) == [f"rank_{rank:05d}.safetensors" for rank in range(4)]

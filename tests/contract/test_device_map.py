@@ -37,8 +37,8 @@ TOKENS = Case(task="tokens", global_size=8, micro_size=8)
 
 
 def mapped(case: Case) -> Case:
-    given = {"0": "cpu", "rest": "cpu"} if case.task == "classes" else {"embed": "cpu", "rest": "/cpu:0"}
-    return replace(case, strategy="device_map", settings={"map": given})
+    device_map = {"0": "cpu", "rest": "cpu"} if case.task == "classes" else {"embed": "cpu", "rest": "/cpu:0"}
+    return replace(case, strategy="device_map", settings={"map": device_map})
 
 
 @pytest.mark.parametrize(
@@ -53,18 +53,18 @@ def mapped(case: Case) -> Case:
 )
 def test_its_bits_are_those_of_one_device(base: Case, pool: Pool) -> None:
     expected = alone(base)
-    (found,) = assert_bits(train(pool, mapped(base)), expected)
-    assert list(found.state) == list(expected.state)
+    (rank,) = assert_bits(train(pool, mapped(base)), expected)
+    assert list(rank.state) == list(expected.state)
 
 
 @pytest.mark.slow
 def test_a_run_evaluates_and_saves_what_one_device_does(tmp_path: Path) -> None:
     fixed = ("model=net", "model.dropout=0.2", "data=points", "batch.global_size=16", "optimizer=adamw", "steps=4")
-    one = run(tmp_path / "one", *fixed)
-    two = run(tmp_path / "two", *fixed, "strategy=device_map", "strategy.map={0-1:cpu,rest:cpu}")
-    assert two["weights_sha256"] == one["weights_sha256"]
-    assert two["metrics"] == one["metrics"]
-    assert two["fingerprint"] == one["fingerprint"]
+    expected = run(tmp_path / "one", *fixed)
+    result = run(tmp_path / "two", *fixed, "strategy=device_map", "strategy.map={0-1:cpu,rest:cpu}")
+    assert result["weights_sha256"] == expected["weights_sha256"]
+    assert result["metrics"] == expected["metrics"]
+    assert result["fingerprint"] == expected["fingerprint"]
 
 
 @pytest.fixture
@@ -101,8 +101,8 @@ def test_a_model_on_two_devices_is_that_of_the_reference(optimizer: str, reprodu
     ids=["masters", "random"],
 )
 def test_two_devices_give_the_bits_of_one(base: Case, pool: Pool) -> None:
-    (expected,), (found,) = train(pool, base), train(pool, mapped(base))
-    assert [key for key, tensor in expected.state.items() if not torch.equal(tensor, fetch(found.state[key]))] == []
+    (expected,), (actual,) = train(pool, base), train(pool, mapped(base))
+    assert [key for key, tensor in expected.state.items() if not torch.equal(tensor, fetch(actual.state[key]))] == []
 
 
 @pytest.mark.gpu
@@ -110,10 +110,10 @@ def test_two_devices_give_the_bits_of_one(base: Case, pool: Pool) -> None:
 def test_a_run_on_the_cpu_and_a_gpu_is_that_of_one_device(more: tuple[str, ...], tmp_path: Path) -> None:
     fixed = ("model=net", "model.norm=true", "data=points", "batch.global_size=16", "batch.micro_size=5",
              "optimizer=sgd", "steps=8", "clip.max_norm=0.1", *more)  # fmt: skip
-    one = run(tmp_path / "one", *fixed, "strategy.device=cpu")
-    two = run(tmp_path / "two", *fixed, "strategy=device_map", "strategy.map={0-1:cpu,rest:0}")
-    torch.testing.assert_close(weights(two), weights(one), rtol=1e-12, atol=1e-14)
-    assert two["metrics"]["val/loss"] == pytest.approx(one["metrics"]["val/loss"], rel=1e-12)
+    expected = run(tmp_path / "one", *fixed, "strategy.device=cpu")
+    result = run(tmp_path / "two", *fixed, "strategy=device_map", "strategy.map={0-1:cpu,rest:0}")
+    torch.testing.assert_close(weights(result), weights(expected), rtol=1e-12, atol=1e-14)
+    assert result["metrics"]["val/loss"] == pytest.approx(expected["metrics"]["val/loss"], rel=1e-12)
 
 
 @pytest.mark.gpu
@@ -197,9 +197,9 @@ def test_a_reproducible_training_ends_in_the_bits_of_one_device(base: Case, pool
     ids=["masters", "scaled", "compressed", "one bucket"],
 )
 def test_a_place_more_changes_no_bit_of_two_replicas(base: Case, settings: dict[str, Any], pool: Pool) -> None:
-    whole = train(pool, replace(base, strategy="mirrored", settings={"replicas": 2, **settings}))
-    for expected, found in zip(whole, train(pool, spread(base, **settings)), strict=True):
-        assert_bits([found], expected)
+    plain = train(pool, replace(base, strategy="mirrored", settings={"replicas": 2, **settings}))
+    for expected, actual in zip(plain, train(pool, spread(base, **settings)), strict=True):
+        assert_bits([actual], expected)
 
 
 @pytest.mark.parametrize("task", ["functional_dropout", "two_views"])
@@ -227,8 +227,8 @@ def test_sparse_gradients_are_summed_beside_those_of_a_place(pool: Pool) -> None
 
 
 def test_blocks_that_are_compiled_and_recomputed_train_as_the_reference_does(pool: Pool) -> None:
-    both = ModelTransforms(recompute="full", compile_mode="default", backend="aot_eager")
-    case = spread(Case(task="gpt", global_size=8, micro_size=2, max_norm=0.05, num_steps=3, shaping=both))
+    shaping = ModelTransforms(recompute="full", compile_mode="default", backend="aot_eager")
+    case = spread(Case(task="gpt", global_size=8, micro_size=2, max_norm=0.05, num_steps=3, shaping=shaping))
     assert_reference(train(pool, case), case)
 
 
@@ -245,9 +245,9 @@ def test_replicas_that_placed_a_block_differently_are_refused(pool: Pool) -> Non
 
 def misplaced(place: Place, case: Case) -> str:
     """What a rank says where the second one has a map of its own; run by the pool."""
-    given = {"0": 1, "rest": 0} if place.rank else {"0": 0, "rest": 1}
+    device_map = {"0": 1, "rest": 0} if place.rank else {"0": 0, "rest": 1}
     try:
-        run_rank(place, replace(case, settings=case.settings | {"map": given}))
+        run_rank(place, replace(case, settings=case.settings | {"map": device_map}))
     except TrainingError as error:
         torch.distributed.destroy_process_group()
         return str(error)
@@ -257,10 +257,10 @@ def misplaced(place: Place, case: Case) -> str:
 def on_two_devices(place: Place, case: Case) -> Trained:
     """One rank of a case whose replicas have two devices; run by the pool."""
     with second_device.two_devices():
-        found = run_rank(place, case)
-        devices = {key: tensor.device.type for key, tensor in found.state.items() if key.startswith("param/")}
+        trained = run_rank(place, case)
+        devices = {key: tensor.device.type for key, tensor in trained.state.items() if key.startswith("param/")}
         assert {key.split("/")[1][0]: kind for key, kind in devices.items()} == {"0": "meta", "2": "cpu"}
-        return replace(found, state={key: fetch(tensor) for key, tensor in found.state.items()})
+        return replace(trained, state={key: fetch(tensor) for key, tensor in trained.state.items()})
 
 
 @pytest.mark.parametrize(("optimizer", "reduce"), [("sgd", "backend"), ("adamw", "to_one_device")])

@@ -101,8 +101,8 @@ def trains_as_eagerly(case: Case, pool: Pool) -> None:
         assert graphed.norms == pytest.approx(eager.norms, rel=tolerance)
 
 
-def largest_difference(one: Trained, other: Trained) -> float:
-    return max(float((tensor - other.weights[name]).abs().max()) for name, tensor in one.weights.items())
+def largest_difference(actual: Trained, expected: Trained) -> float:
+    return max(float((tensor - expected.weights[name]).abs().max()) for name, tensor in actual.weights.items())
 
 
 def graphs_made(case: Case, pool: Pool) -> int:
@@ -126,7 +126,7 @@ def test_averages_are_those_of_eager_steps(tmp_path: Any) -> None:
     graphed = run(tmp_path / "graphed", *fixed, "compile.mode=step", "compile.backend=aot_eager")
     eager = run(tmp_path / "eager", *fixed)
     assert weights(graphed).keys() == weights(eager).keys()
-    assert all(torch.allclose(one, weights(eager)[name], rtol=1e-12) for name, one in weights(graphed).items())
+    assert all(torch.allclose(tensor, weights(eager)[name], rtol=1e-12) for name, tensor in weights(graphed).items())
     assert graphed["fingerprint"] == eager["fingerprint"]
 
 
@@ -217,17 +217,17 @@ TOKEN_SHARDS = Case(task="tokens", global_size=8, micro_size=3, max_norm=0.05, s
 
 
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> list[ShardGraphs]:
+def graphs(monkeypatch: pytest.MonkeyPatch) -> list[ShardGraphs]:
     """The graphs of the trainings of a test."""
-    found: list[ShardGraphs] = []
+    graphs: list[ShardGraphs] = []
     decide = ShardGraphs.decide
 
     def noted(self: ShardGraphs, work: Any) -> None:
-        found.append(self)
+        graphs.append(self)
         decide(self, work)
 
     monkeypatch.setattr(ShardGraphs, "decide", noted)
-    return found
+    return graphs
 
 
 @pytest.fixture(params=["joint", "apart"])
@@ -250,26 +250,26 @@ def passes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     ids=["shards", "buffers", "tokens", "gpt", "channels_last"],
 )
 @pytest.mark.slow
-def test_its_steps_are_those_of_the_reference(case: Case, passes: str, made: list[ShardGraphs], pool: Pool) -> None:
+def test_its_steps_are_those_of_the_reference(case: Case, passes: str, graphs: list[ShardGraphs], pool: Pool) -> None:
     assert_reference(train(pool, case), case)
     assert all(
-        graph.is_whole and graph.is_joint == (passes == "joint" or case.task == "channels_last") for graph in made
+        graph.is_whole and graph.is_joint == (passes == "joint" or case.task == "channels_last") for graph in graphs
     )
-    assert made
+    assert graphs
     assert not torch._dynamo.utils.counters["graph_break"]
 
 
-@pytest.mark.parametrize("asked", ["auto", "chunked"])
+@pytest.mark.parametrize("cross_entropy", ["auto", "chunked"])
 @pytest.mark.slow
 def test_the_graph_holds_the_loss_from_all_scores_unless_chunks_are_asked_for(
-    asked: Any, made: list[ShardGraphs], monkeypatch: pytest.MonkeyPatch, pool: Pool
+    cross_entropy: Any, graphs: list[ShardGraphs], monkeypatch: pytest.MonkeyPatch, pool: Pool
 ) -> None:
     monkeypatch.setitem(linear_cross_entropy.__kwdefaults__ or {}, "few", 0)
-    trial = stepping.TASKS["gpt"]._replace(objective=lambda: LanguageModelling(cross_entropy=asked))
+    trial = stepping.TASKS["gpt"]._replace(objective=lambda: LanguageModelling(cross_entropy=cross_entropy))
     monkeypatch.setitem(stepping.TASKS, "gpt", trial)
     case = replace(TOKEN_SHARDS, task="gpt", micro_size=8, num_steps=1)
     assert_reference(train(pool, case), case)
-    assert [graph.is_whole for graph in made] == [asked == "auto"]
+    assert [graph.is_whole for graph in graphs] == [cross_entropy == "auto"]
 
 
 @pytest.mark.parametrize(
@@ -287,12 +287,12 @@ def test_every_precision_of_a_shard_trains_as_eagerly(precision: Value, backend:
 
 @pytest.mark.parametrize("task", ["functional_dropout", "mixup"])
 @pytest.mark.slow
-def test_what_draws_is_compiled_by_blocks_with_its_keys(task: str, made: list[ShardGraphs], pool: Pool) -> None:
+def test_what_draws_is_compiled_by_blocks_with_its_keys(task: str, graphs: list[ShardGraphs], pool: Pool) -> None:
     (compiled,), (eager,) = (
-        train(pool, replace(SHARDS, task=task, shaping=one)) for one in (DEFAULT, ModelTransforms())
+        train(pool, replace(SHARDS, task=task, shaping=shaping)) for shaping in (DEFAULT, ModelTransforms())
     )
-    assert not any(graph.is_whole for graph in made)
-    assert all(torch.equal(one, eager.weights[name]) for name, one in compiled.weights.items())
+    assert not any(graph.is_whole for graph in graphs)
+    assert all(torch.equal(tensor, eager.weights[name]) for name, tensor in compiled.weights.items())
 
 
 class Hidden(zoo.Net):
@@ -317,12 +317,12 @@ DRAWS = {
 @pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
 @pytest.mark.slow
 def test_a_first_pass_shows_a_draw_that_the_code_does_not(
-    draw: Callable[[], Any], made: list[ShardGraphs], monkeypatch: pytest.MonkeyPatch, pool: Pool
+    draw: Callable[[], Any], graphs: list[ShardGraphs], monkeypatch: pytest.MonkeyPatch, pool: Pool
 ) -> None:
     trial = stepping.TASKS["classes"]._replace(model=lambda: Hidden(draw, 0))
     monkeypatch.setitem(stepping.TASKS, "hidden_draw", trial)
     train(pool, replace(SHARDS, task="hidden_draw", num_steps=1))
-    assert [graph.is_whole for graph in made] == [False]
+    assert [graph.is_whole for graph in graphs] == [False]
 
 
 class Later(nn.Module):
@@ -343,14 +343,14 @@ class Shaken(zoo.Net):
 
 @pytest.mark.slow
 def test_a_model_that_draws_with_python_keeps_its_keys(
-    made: list[ShardGraphs], monkeypatch: pytest.MonkeyPatch, pool: Pool
+    graphs: list[ShardGraphs], monkeypatch: pytest.MonkeyPatch, pool: Pool
 ) -> None:
     monkeypatch.setitem(stepping.TASKS, "shaken", stepping.TASKS["classes"]._replace(model=Shaken))
     (compiled,), (eager,) = (
-        train(pool, replace(SHARDS, task="shaken", shaping=one)) for one in (DEFAULT, ModelTransforms())
+        train(pool, replace(SHARDS, task="shaken", shaping=shaping)) for shaping in (DEFAULT, ModelTransforms())
     )
-    assert [graph.is_whole for graph in made] == [False]
-    assert all(torch.equal(one, eager.weights[name]) for name, one in compiled.weights.items())
+    assert [graph.is_whole for graph in graphs] == [False]
+    assert all(torch.equal(tensor, eager.weights[name]) for name, tensor in compiled.weights.items())
 
 
 @pytest.mark.slow
@@ -376,11 +376,11 @@ class CountingCalls(zoo.Net):
 
 @pytest.mark.slow
 def test_a_model_that_counts_in_python_is_compiled_by_blocks(
-    made: list[ShardGraphs], monkeypatch: pytest.MonkeyPatch, pool: Pool
+    graphs: list[ShardGraphs], monkeypatch: pytest.MonkeyPatch, pool: Pool
 ) -> None:
     monkeypatch.setitem(stepping.TASKS, "counting", stepping.TASKS["classes"]._replace(model=CountingCalls))
     train(pool, replace(SHARDS, task="counting", num_steps=1))
-    assert [graph.is_whole for graph in made] == [False]
+    assert [graph.is_whole for graph in graphs] == [False]
 
 
 class Branching(zoo.Net):
@@ -399,7 +399,7 @@ def test_code_that_is_not_one_graph_is_compiled_by_blocks_and_said(
     monkeypatch.setitem(stepping.TASKS, "branching", stepping.TASKS["classes"]._replace(model=Branching))
     (compiled,) = train(pool, replace(SHARDS, task="branching"))
     (eager,) = train(pool, replace(SHARDS, task="branching", shaping=ModelTransforms()))
-    assert all(torch.equal(one, eager.weights[name]) for name, one in compiled.weights.items())
+    assert all(torch.equal(tensor, eager.weights[name]) for name, tensor in compiled.weights.items())
     assert "blocks are compiled, because a shard cannot be one graph" in caplog.text
 
 
@@ -428,7 +428,7 @@ def test_direct_calls_give_the_bits_of_checked_calls(case: Case, least: int, poo
         (direct,) = train(pool, case)
         assert len(calls) >= least
         (checked,) = train(pool, replace(case, checks_always=True))
-    assert all(torch.equal(one, checked.state[name]) for name, one in direct.state.items())
+    assert all(torch.equal(tensor, checked.state[name]) for name, tensor in direct.state.items())
 
 
 class Graph(WholeGraph):
@@ -447,11 +447,11 @@ ONE, TWO = torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])
 
 
 def test_only_a_checked_call_sees_what_other_code_has_changed() -> None:
-    read = {"scale": 2.0}
-    graph = Graph(lambda values: (values * read["scale"],))
-    found = [graph.again(one)[0].tolist() for one in (ONE, TWO, ONE)]
-    assert found == [[2.0, 4.0], [6.0, 8.0], [2.0, 4.0]]
-    read["scale"] = 3.0
+    settings = {"scale": 2.0}
+    graph = Graph(lambda values: (values * settings["scale"],))
+    outputs = [graph.again(batch)[0].tolist() for batch in (ONE, TWO, ONE)]
+    assert outputs == [[2.0, 4.0], [6.0, 8.0], [2.0, 4.0]]
+    settings["scale"] = 3.0
     assert graph.again(ONE)[0].tolist() == [2.0, 4.0]
     assert graph(ONE)[0].tolist() == [3.0, 6.0]
     assert graph.again(ONE)[0].tolist() == graph.again(ONE)[0].tolist() == [3.0, 6.0]
@@ -459,10 +459,10 @@ def test_only_a_checked_call_sees_what_other_code_has_changed() -> None:
 
 @pytest.mark.parametrize("first", ["checked", "direct"])
 def test_code_that_changes_objects_changes_them_in_each_call(first: str) -> None:
-    kept = {"calls": 0}
+    state = {"calls": 0}
 
     def counts(values: Tensor) -> tuple[Tensor]:
-        kept["calls"] += 1
+        state["calls"] += 1
         return (values + 1,)
 
     graph = Graph(counts)
@@ -470,7 +470,7 @@ def test_code_that_changes_objects_changes_them_in_each_call(first: str) -> None
         graph(ONE)
     for _ in range(5 - (first == "checked")):
         graph.again(ONE)
-    assert kept["calls"] == 5
+    assert state["calls"] == 5
 
 
 def test_other_shapes_flags_and_repeated_tensors_are_checked_again() -> None:
@@ -480,16 +480,16 @@ def test_other_shapes_flags_and_repeated_tensors_are_checked_again() -> None:
 
     graph, short = Graph(joined), torch.tensor([5.0])
     for _ in range(2):
-        for (one, other), negate in (((ONE, TWO), False), ((short, short + 1), False), ((ONE, TWO), True)):
-            total, length = graph.again((one, other), negate)
-            assert (total.tolist(), length) == ((one * 2 + other).mul(-1 if negate else 1).tolist(), len(one))
+        for (first, second), negate in (((ONE, TWO), False), ((short, short + 1), False), ((ONE, TWO), True)):
+            total, length = graph.again((first, second), negate)
+            assert (total.tolist(), length) == ((first * 2 + second).mul(-1 if negate else 1).tolist(), len(first))
         assert graph.again((ONE, ONE), False)[0].tolist() == [3.0, 6.0]
 
 
 def test_a_batch_with_other_fields_is_checked_again() -> None:
     graph = Graph(lambda batch: (batch["values"] * 2 if "values" in batch else batch["others"] * 3,))
-    found = [graph.again({name: ONE})[0].tolist() for name in ("values", "values", "others", "values", "others")]
-    assert found == [[2.0, 4.0], [2.0, 4.0], [3.0, 6.0], [2.0, 4.0], [3.0, 6.0]]
+    outputs = [graph.again({name: ONE})[0].tolist() for name in ("values", "values", "others", "values", "others")]
+    assert outputs == [[2.0, 4.0], [2.0, 4.0], [3.0, 6.0], [2.0, 4.0], [3.0, 6.0]]
 
 
 @pytest.mark.parametrize("wrap", [list, lambda parts: {"kept": parts[0]}, lambda parts: parts[0]])
@@ -510,8 +510,8 @@ def test_what_a_callback_changes_between_steps_changes_the_next_one(callback: st
     eager = run(tmp_path / "eager", *fixed, f"callbacks=[{callback}]")
     unchanged = run(tmp_path / "unchanged", *fixed)
     graphed = run(tmp_path / "graphed", *fixed, f"callbacks=[{callback}]", *graphs)
-    assert all(torch.allclose(one, weights(eager)[name], rtol=1e-12) for name, one in weights(graphed).items())
-    assert not any(torch.allclose(one, weights(eager)[name], rtol=1e-6) for name, one in weights(unchanged).items())
+    assert all(torch.allclose(tensor, weights(eager)[name], rtol=1e-12) for name, tensor in weights(graphed).items())
+    assert not any(torch.allclose(t, weights(eager)[name], rtol=1e-6) for name, t in weights(unchanged).items())
 
 
 class Repeats:
@@ -526,16 +526,16 @@ class Repeats:
 
     def record(self, run: Callable[[], Sequence[Tensor]]) -> Sequence[Tensor]:
         """Keep the function."""
-        before = [one.clone() for one in self._state]
+        before = [tensor.clone() for tensor in self._state]
         self._run, self._outputs = run, run()
-        for one, kept in zip(self._state, before, strict=True):
-            one.copy_(kept)
+        for tensor, original in zip(self._state, before, strict=True):
+            tensor.copy_(original)
         return self._outputs
 
     def replay(self) -> None:
         """Run it."""
-        for output, found in zip(self._outputs, self._run(), strict=True):
-            output.copy_(found)
+        for output, value in zip(self._outputs, self._run(), strict=True):
+            output.copy_(value)
 
 
 class Summing:
@@ -555,9 +555,9 @@ class Summing:
         if self.captures and not self._pool:
             raise RuntimeError("use_count > 0")  # of CUDA: a pool that has lost its last graph is not used again
         self.captures += 1
-        made = self._make([self.total])
-        self._pool.add(made)
-        return made
+        recording = self._make([self.total])
+        self._pool.add(recording)
+        return recording
 
     def _added(self, batch: Tensor) -> tuple[Tensor, int]:
         self.total.add_(batch.sum())
@@ -623,7 +623,7 @@ def test_a_step_that_cannot_be_captured_is_called_directly_with_one_warning(capl
     with caplog.at_level(logging.WARNING, "trainkit"):
         for _ in range(10):
             summing.add(torch.ones(2))
-    (record,) = (one for one in caplog.records if one.name.startswith("trainkit"))
+    (record,) = (record for record in caplog.records if record.name.startswith("trainkit"))
     assert record.getMessage().startswith("compile.cuda_graphs: a step cannot be captured")
     assert record.getMessage().endswith("operation not permitted when stream is capturing")
     assert (summing.captures, summing.total.tolist()) == (1, [20.0, 20.0])
@@ -632,7 +632,7 @@ def test_a_step_that_cannot_be_captured_is_called_directly_with_one_warning(capl
 def test_a_step_that_also_reads_another_device_is_not_captured(caplog: pytest.LogCaptureFixture) -> None:
     batch, other = torch.ones(2), torch.zeros((), device="meta")
     call = DirectCall(
-        graph=lambda one, _: [one],
+        graph=lambda values, _: [values],
         inputs=[None, other],
         places=[2, 1],
         layout=((), (), ()),
@@ -675,9 +675,9 @@ class Stream:
 def test_after_a_capture_that_fails_stream_and_allocator_are_those_of_the_training(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    streams, left = ["training"], list[tuple[str, int, tuple[int, int]]]()
+    streams, freed = ["training"], list[tuple[str, int, tuple[int, int]]]()
     for call in ("endAllocateToPool", "releasePool"):
-        monkeypatch.setattr(torch._C, f"_cuda_{call}", lambda *args, call=call: left.append((call, *args)))
+        monkeypatch.setattr(torch._C, f"_cuda_{call}", lambda *args, call=call: freed.append((call, *args)))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
     monkeypatch.setattr(torch.cuda, "graph", lambda *_args, **_kwargs: FailingGraph(streams))
@@ -686,7 +686,7 @@ def test_after_a_capture_that_fails_stream_and_allocator_are_those_of_the_traini
     with pytest.raises(RuntimeError, match="during capture"):
         CudaCapture((0, 3)).record(list)  # type: ignore[arg-type] # a pool
     assert streams == ["training"]
-    assert left == [("endAllocateToPool", 1, (0, 3)), ("releasePool", 1, (0, 3))]
+    assert freed == [("endAllocateToPool", 1, (0, 3)), ("releasePool", 1, (0, 3))]
 
 
 CAPTURED = ModelTransforms(compile_mode="step", cuda_graphs=True)
@@ -718,7 +718,7 @@ def test_on_a_gpu_captured_steps_give_the_bits_of_direct_ones(
     (captured,) = train(pool, case)
     assert replays
     (direct,) = train(pool, replace(case, shaping=replace(CAPTURED, cuda_graphs=False)))
-    assert all(torch.equal(one, direct.state[name]) for name, one in captured.state.items())
+    assert all(torch.equal(tensor, direct.state[name]) for name, tensor in captured.state.items())
 
 
 @pytest.mark.gpu
@@ -781,9 +781,9 @@ def test_rows_of_a_sparse_table_are_pulled_before_each_lookup_of_a_compiled_mode
         return torch.full((len(rows), 2), float(len(pulled)))
 
     read_when_looked_up(compiled, pull)
-    found = [compiled(torch.tensor(tokens)).tolist() for tokens in ([1, 3], [3, 4])]
+    outputs = [compiled(torch.tensor(tokens)).tolist() for tokens in ([1, 3], [3, 4])]
     assert pulled == [[1, 3], [3, 4]]
-    assert found == [[[1.0, 1.0]] * 2, [[2.0, 2.0]] * 2]
+    assert outputs == [[[1.0, 1.0]] * 2, [[2.0, 2.0]] * 2]
 
 
 @pytest.mark.slow
@@ -791,8 +791,8 @@ def test_copies_take_turns_where_a_shape_is_new_and_compute_together_where_none_
     turns: list[bool] = []
     may_compile = ComputingCopies.may_compile
 
-    def noted(self: ComputingCopies, given: Any) -> bool:
-        turns.append(may_compile(self, given))
+    def noted(self: ComputingCopies, batch: Any) -> bool:
+        turns.append(may_compile(self, batch))
         return turns[-1]
 
     with pytest.MonkeyPatch.context() as patch:
@@ -804,15 +804,15 @@ def test_copies_take_turns_where_a_shape_is_new_and_compute_together_where_none_
 @pytest.mark.slow
 def test_what_threads_beside_the_loop_leave_to_evaluate_is_eager() -> None:
     case = replace(COPIED, strategy="central_storage", settings={"mode": "async"}, num_steps=1, resume_at=None)
-    made: list[bool] = []
+    are_compiled: list[bool] = []
     setup = CentralStorage.setup
 
     def noted(self: CentralStorage, request: SetupRequest) -> CentralExecutor | AsyncCentralExecutor:
         executor = setup(self, request)
-        made.append(is_compiled(executor.local.model))
+        are_compiled.append(is_compiled(executor.local.model))
         return executor
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CentralStorage, "setup", noted)
         run_rank(None, case)
-    assert made == [False]
+    assert are_compiled == [False]

@@ -72,7 +72,7 @@ def test_a_run_that_leaves_out_step_after_step_fails(tmp_path: Path) -> None:
     )
     result = result_of(tmp_path / "run")
     assert result["status"] == "failed"
-    assert [one["step"] for one in result["skipped_steps"]] == list(range(10))
+    assert [entry["step"] for entry in result["skipped_steps"]] == list(range(10))
 
 
 @pytest.mark.slow
@@ -112,7 +112,7 @@ def test_a_step_that_is_finite_when_trained_again_leaves_no_trace(strategy: str,
 
 def test_a_second_bad_step_since_the_restored_checkpoint_ends_the_run(tmp_path: Path) -> None:
     settings: tuple[str, ...] = (*POISONED, "numerics.on_nonfinite=rollback", "eval.every_epochs=null", "steps=9")
-    settings = tuple(one for one in settings if not one.startswith("checkpoint."))
+    settings = tuple(setting for setting in settings if not setting.startswith("checkpoint."))
     with pytest.raises(NonFiniteError) as caught:
         run(tmp_path / "run", *settings)
     assert str(caught.value) == (
@@ -121,7 +121,7 @@ def test_a_second_bad_step_since_the_restored_checkpoint_ends_the_run(tmp_path: 
         "Lower optimizer.lr, set clip.max_norm or add warmup.steps, save more often with checkpoint.every_steps, or "
         "use numerics.on_nonfinite=skip."
     )
-    assert [one["step"] for one in result_of(tmp_path / "run")["skipped_steps"]] == [1]
+    assert [entry["step"] for entry in result_of(tmp_path / "run")["skipped_steps"]] == [1]
 
 
 @pytest.mark.slow
@@ -138,7 +138,7 @@ def test_a_run_killed_in_a_rollback_leaves_the_step_out_when_resumed(
             run(tmp_path / "run", *settings)
     result = run(tmp_path / "run", *settings, "resume=auto")
     assert result["rollbacks"] == [{"step": 1, "checkpoint": 0}]
-    assert [one["step"] for one in result["skipped_steps"]] == [1]
+    assert [entry["step"] for entry in result["skipped_steps"]] == [1]
     assert reference.differences(weights(result), expected(leave_out=(1,))) == []
 
 
@@ -147,7 +147,7 @@ def test_a_resumed_run_still_lists_what_was_left_out_before(tmp_path: Path) -> N
     settings: tuple[str, ...] = (*POISONED, "numerics.on_nonfinite=skip", "steps=3")
     run(tmp_path / "run", *settings, "stop_at_step=2")
     result = run(tmp_path / "run", *settings, "resume=auto")
-    assert [one["step"] for one in result["skipped_steps"]] == [1]
+    assert [entry["step"] for entry in result["skipped_steps"]] == [1]
 
 
 def test_a_rolled_back_run_logs_each_step_once(tmp_path: Path) -> None:
@@ -166,13 +166,13 @@ def test_loss_and_gradient_are_both_checked_on_all_ranks(kind: str, replicas: in
         tmp_path / "run", *ODD, f"objective.bad={ORDER[28]}", f"objective.kind={kind}", "numerics.on_nonfinite=skip",
         "strategy=mirrored", f"strategy.replicas={replicas}",
     )  # fmt: skip
-    assert [one["step"] for one in result["skipped_steps"]] == [1]
+    assert [entry["step"] for entry in result["skipped_steps"]] == [1]
     assert reference.differences(weights(result), expected(leave_out=(1,))) == []
 
 
 def test_buffers_that_are_not_finite_leave_a_step_out(tmp_path: Path) -> None:
     result = run(tmp_path / "run", *ODD, "objective.kind=buffer", "model.norm=true", "numerics.on_nonfinite=skip")
-    assert [one["step"] for one in result["skipped_steps"]] == [1]
+    assert [entry["step"] for entry in result["skipped_steps"]] == [1]
     assert all(tensor.isfinite().all() for tensor in weights(result).values())
 
 
@@ -204,7 +204,7 @@ def test_what_a_loss_scale_cannot_help_is_left_out_at_the_scale_of_before(tmp_pa
     scaled = ("precision=fp16_mixed", "numerics.on_nonfinite=skip", "precision.max_overflows=4")
     result = run(tmp_path / "run", *ODD, "objective.kind=gradient", *scaled, "steps=2")
     meta = load(Path(result["last"])).meta
-    assert [one["step"] for one in result["skipped_steps"]] == [1]
+    assert [entry["step"] for entry in result["skipped_steps"]] == [1]
     assert meta["state"]["retries"] == 3
     assert meta["loss_scale"]["scale"] == 65536.0
 
@@ -215,7 +215,7 @@ def test_skipped_samples_of_local_replicas_are_in_the_result_of_the_run(tmp_path
         tmp_path / "run", *POISONED, "strategy=local_sgd", "strategy.average_every=2", "steps=3",
         "numerics.on_nonfinite=skip",
     )  # fmt: skip
-    assert result["skipped_steps"] == [{"step": 1, "samples": [int(one) for one in ORDER[16:24]], "num_samples": 8}]
+    assert result["skipped_steps"] == [{"step": 1, "samples": [int(i) for i in ORDER[16:24]], "num_samples": 8}]
 
 
 def test_limits_of_skips_without_skip_are_refused(tmp_path: Path) -> None:
@@ -235,7 +235,7 @@ PHASES = ("data", "forward", "reduce", "update")
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, ...], dict[str, Any]]:
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, ...], dict[str, Any]]:
     return {strategy: run(tmp_path_factory.mktemp("whole"), *SAVED, *strategy) for strategy in ((), (CENTRAL,))}
 
 
@@ -251,17 +251,17 @@ def counts(folder: Path) -> list[int]:
     return next(state["counts"] for name, state in meta["callbacks"].items() if name.endswith("Failing"))
 
 
-def ends_alike(folder: Path, whole: dict[tuple[str, ...], dict[str, Any]], saved_at: int, *overrides: str) -> None:
+def ends_alike(folder: Path, results: dict[tuple[str, ...], dict[str, Any]], saved_at: int, *overrides: str) -> None:
     """The last checkpoint is that of a step, and the run that goes on from it ends as one that was not disturbed."""
-    assert [one.step for one in list_complete(folder / "checkpoints")][:1] == [saved_at]
+    assert [checkpoint.step for checkpoint in list_complete(folder / "checkpoints")][:1] == [saved_at]
     assert json.loads((folder / "result.json").read_text())["steps"] == saved_at
     failing.planted.clear()
     failpoints.reload({})
-    done = run(folder, *SAVED, *overrides, "resume=auto")
-    assert (done["status"], done["steps"]) == ("finished", 9)
-    assert done["weights_sha256"] == whole[overrides]["weights_sha256"]
-    assert done["metrics"] == whole[overrides]["metrics"]
-    assert Path(done["best"]).name == Path(whole[overrides]["best"]).name
+    result = run(folder, *SAVED, *overrides, "resume=auto")
+    assert (result["status"], result["steps"]) == ("finished", 9)
+    assert result["weights_sha256"] == results[overrides]["weights_sha256"]
+    assert result["metrics"] == results[overrides]["metrics"]
+    assert Path(result["best"]).name == Path(results[overrides]["best"]).name
     assert counts(folder) == [3, 6, 9]
 
 
@@ -279,25 +279,25 @@ LONG, MATRIX = pytest.mark.long, pytest.mark.matrix
 )
 @pytest.mark.slow
 def test_an_error_of_a_callback_saves_the_step_before_it(
-    tmp_path: Path, whole: dict[tuple[str, ...], dict[str, Any]], hook: str, step: int
+    tmp_path: Path, results: dict[tuple[str, ...], dict[str, Any]], hook: str, step: int
 ) -> None:
     failing.planted.add((hook, step))
     with pytest.raises(RuntimeError, match="planted"):
         run(tmp_path, *SAVED)
-    ends_alike(tmp_path, whole, step)
+    ends_alike(tmp_path, results, step)
 
 
 @pytest.mark.parametrize("strategy", [(), pytest.param((CENTRAL,), marks=LONG)], ids=["one_device", "central_storage"])
-@pytest.mark.parametrize("phase", ["backward", *(pytest.param(one, marks=MATRIX) for one in PHASES)])
+@pytest.mark.parametrize("phase", ["backward", *(pytest.param(phase, marks=MATRIX) for phase in PHASES)])
 @pytest.mark.slow
 def test_an_error_within_a_step_saves_the_step_before_it(
-    tmp_path: Path, whole: dict[tuple[str, ...], dict[str, Any]], phase: str, strategy: tuple[str, ...]
+    tmp_path: Path, results: dict[tuple[str, ...], dict[str, Any]], phase: str, strategy: tuple[str, ...]
 ) -> None:
     """By backward the first shard has moved the statistics of batch normalisation: they are put back."""
     failpoints.reload({"TRAINKIT_FAIL": f"step=5,phase={phase},action=raise"})
     with pytest.raises(RuntimeError, match=f"failpoint in {phase} of step 5"):
         run(tmp_path, *SAVED, *strategy)
-    ends_alike(tmp_path, whole, 5, *strategy)
+    ends_alike(tmp_path, results, 5, *strategy)
 
 
 def test_an_error_within_an_update_saves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,7 +313,7 @@ def test_an_error_within_an_update_saves_nothing(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(OptimizerStepper, "step", interrupted)
     with pytest.raises(RuntimeError, match="in the middle"):
         run(tmp_path, *SAVED)
-    assert [one.step for one in list_complete(tmp_path / "checkpoints")] == [3]
+    assert [checkpoint.step for checkpoint in list_complete(tmp_path / "checkpoints")] == [3]
 
 
 def test_an_error_in_the_first_step_saves_nothing(tmp_path: Path) -> None:
@@ -361,27 +361,27 @@ class Interrupted(Adversarial):
         return loss
 
 
-def interrupted(phase: str, place: str, *more: str) -> tuple[str, ...]:
+def interrupted(phase: str, strategy: str, *more: str) -> tuple[str, ...]:
     """The settings of a training whose loss of one phase is once not a number, in step 2."""
     name = f"{Interrupted.__module__}.{Interrupted.__qualname__}"
-    keys = f"{{_target_: {name}, latent: 16, bad_phase: {phase!r}, bad_call: {CALLS[place]}}}"
-    return (*GAN, f"objective={keys}", *more, *(TWO if place == "mirrored" else ()))
+    keys = f"{{_target_: {name}, latent: 16, bad_phase: {phase!r}, bad_call: {CALLS[strategy]}}}"
+    return (*GAN, f"objective={keys}", *more, *(TWO if strategy == "mirrored" else ()))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", ["one_device", "mirrored"])
+@pytest.mark.parametrize("strategy", ["one_device", "mirrored"])
 @pytest.mark.parametrize(("phase", "updates"), [("discriminator", (4, 4)), ("generator", (5, 4))])
 def test_a_skipped_step_ends_at_its_phase_and_keeps_the_updates_before(
-    phase: str, updates: tuple[int, int], place: str, tmp_path: Path
+    phase: str, updates: tuple[int, int], strategy: str, tmp_path: Path
 ) -> None:
-    result = run(tmp_path / "run", *interrupted(phase, place, "numerics.on_nonfinite=skip"))
-    assert [one["step"] for one in result["skipped_steps"]] == [2]
+    result = run(tmp_path / "run", *interrupted(phase, strategy, "numerics.on_nonfinite=skip"))
+    assert [entry["step"] for entry in result["skipped_steps"]] == [2]
     tensors = load(Path(result["last"])).tensors
-    found = tuple(
+    steps = tuple(
         {float(tensor) for key, tensor in tensors.items() if key.startswith(f"optimizer/step/{name}")}
         for name in ("discriminator", "generator")
     )
-    assert found == ({float(updates[0])}, {float(updates[1])})
+    assert steps == ({float(updates[0])}, {float(updates[1])})
 
 
 @pytest.mark.slow
@@ -413,7 +413,7 @@ def test_a_replica_is_lost_between_phases_and_no_bit_differs(cwd: Path, monkeypa
     subprocess.run(
         quick.command(*common, *elastic, "hydra.run.dir=elastic"), check=True, capture_output=True, timeout=300
     )
-    found = [json.loads(Path(folder, "result.json").read_text()) for folder in ("alone", "elastic")]
-    assert found[0]["weights_sha256"] == found[1]["weights_sha256"]
+    results = [json.loads(Path(folder, "result.json").read_text()) for folder in ("alone", "elastic")]
+    assert results[0]["weights_sha256"] == results[1]["weights_sha256"]
     rows = [json.loads(line) for line in Path("elastic/metrics.jsonl").read_text().splitlines()]
     assert {row["replicas"] for row in rows if "replicas" in row} == {1, 2}

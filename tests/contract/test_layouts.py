@@ -80,8 +80,8 @@ def test_reproducible_runs_end_in_the_same_bits_on_three_replicas_and_resumed(ba
     base = replace(base, **REPRODUCIBLE)
     expected = weights_sha256(train(pool, base)[0].state)
     many = placed(base, "mirrored", replicas=3)
-    found = [*train(pool, many), *train(pool, replace(many, resume_at=4))]
-    assert {weights_sha256(rank.state) for rank in found} == {expected}
+    ranks = [*train(pool, many), *train(pool, replace(many, resume_at=4))]
+    assert {weights_sha256(rank.state) for rank in ranks} == {expected}
 
 
 # no convolutions in bf16: two runs of one command differ on CPUs, tidy or not, unless algorithms are deterministic
@@ -157,7 +157,7 @@ def test_an_expanded_parameter_is_refused_by_name() -> None:
     model = nn.Linear(3, 2)
     model.bias = nn.Parameter(torch.zeros(1).expand(2))
     task = Task(role="worker", index=0, rank=0, device="cpu")
-    made: dict[str, Any] = {"precision": Precision(value="bf16"), "make_optimizer": lambda _params: None}
-    request = request_for(model, identity=Identity(task=task, num_ranks=1, token="test"), **made)
+    arguments: dict[str, Any] = {"precision": Precision(value="bf16"), "make_optimizer": lambda _params: None}
+    request = request_for(model, identity=Identity(task=task, num_ranks=1, token="test"), **arguments)
     with pytest.raises(ConfigError, match=r"model: bias is an expanded tensor, .* nn\.Parameter\(tensor\.clone\(\)\)"):
         OneDevice().setup(request)

@@ -85,8 +85,8 @@ def test_the_first_steps_may_be_those_of_one_device(pool: Pool) -> None:
 @pytest.mark.parametrize("optimizer", ["plain_sgd", "adagrad"])
 def test_sparse_gradients_of_replicas_apart_are_dense_ones_to_rounding(optimizer: str, pool: Pool) -> None:
     dense, sparse = (
-        local(Words(optimizer=optimizer, micro_size=2, num_steps=6, sparse=which), 3, average_every=3)
-        for which in (False, True)
+        local(Words(optimizer=optimizer, micro_size=2, num_steps=6, sparse=is_sparse), 3, average_every=3)
+        for is_sparse in (False, True)
     )
     assert_close(train(pool, sparse), train(pool, dense)[0], atol=1e-13)
 
@@ -101,23 +101,23 @@ def exchanges(place: Place, case: Case) -> list[tuple[int, int]]:
     """All-reduces and gathers of a training of one step, of two, and so on."""
     plain, counts = (dist.all_reduce, dist.all_gather), [0, 0]
 
-    def counted(which: int) -> Any:
+    def counted(index: int) -> Any:
         def exchange(*args: Any, **kwargs: Any) -> Any:
-            counts[which] += 1
-            return plain[which](*args, **kwargs)
+            counts[index] += 1
+            return plain[index](*args, **kwargs)
 
         return exchange
 
-    found = []
+    calls = []
     dist.all_reduce, dist.all_gather = counted(0), counted(1)
     try:
         for steps in range(1, case.num_steps + 1):
             counts[:] = 0, 0
             run_rank(replace(place, prefix=f"{place.prefix}/{steps}"), replace(case, num_steps=steps))
-            found.append((counts[0], counts[1]))
+            calls.append((counts[0], counts[1]))
     finally:
         dist.all_reduce, dist.all_gather = plain
-    return found
+    return calls
 
 
 @pytest.mark.parametrize("base", [replace(CLASSES, optimizer="adamw", model={"norm": True}), Words(micro_size=2)])
@@ -131,10 +131,10 @@ def test_replicas_meet_once_every_k_steps(base: Case, pool: Pool) -> None:
 
 def test_a_training_continued_at_an_average_ends_in_the_same_bits(pool: Pool) -> None:
     case = local(replace(CLASSES, optimizer="adamw", num_steps=9), 2, average_every=3, outer={"lr": 0.7})
-    whole = train(pool, case)[0]
-    for rank in assert_bits(train(pool, replace(case, resume_at=6)), whole):
-        assert rank.state.keys() == whole.state.keys()
-    assert "optimizer/outer_momentum/0.weight" in whole.state
+    expected = train(pool, case)[0]
+    for rank in assert_bits(train(pool, replace(case, resume_at=6)), expected):
+        assert rank.state.keys() == expected.state.keys()
+    assert "optimizer/outer_momentum/0.weight" in expected.state
 
 
 SHARDED: dict[str, dict[str, Any]] = {
@@ -148,9 +148,9 @@ SHARDED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("kind", SHARDED)
 def test_replicas_that_are_sharded_train_as_whole_ones(kind: str, pool: Pool) -> None:
-    given = dict(SHARDED[kind])
-    settings = {"replicas": 2} | {key: given.pop(key) for key in ("outer", "local_after", "replicas") if key in given}
-    case = replace(CLASSES, **{"micro_size": 3, "num_steps": 9, **given})  # a batch of 5 leaves a rank without a shard
+    extra = dict(SHARDED[kind])
+    settings = {"replicas": 2} | {key: extra.pop(key) for key in ("outer", "local_after", "replicas") if key in extra}
+    case = replace(CLASSES, **{"micro_size": 3, "num_steps": 9, **extra})  # a batch of 5 leaves a rank without a shard
     expected = train(pool, local(case, average_every=3, **settings))[0].state
     rtol, atol = (1e-12, 1e-13) if case.precision == "fp64" else (2.0**-7, 2.0**-9)
     for rank in train(pool, local(case, shard=2, average_every=3, **settings)):
@@ -164,9 +164,9 @@ def test_it_is_another_training_however_its_replicas_are_sharded(shard: int) -> 
 
 def test_a_checkpoint_of_sharded_replicas_continues_in_whole_ones_and_back(pool: Pool, tmp_path: Path) -> None:
     case = replace(CLASSES, optimizer="adamw", num_steps=9)
-    whole, sharded = (local(case, 2, shard=shard, average_every=3, outer={"lr": 0.7}) for shard in (1, 2))
+    unsharded, sharded = (local(case, 2, shard=shard, average_every=3, outer={"lr": 0.7}) for shard in (1, 2))
     first = cross(pool, replace(sharded, num_steps=9), source=None, target=tmp_path, saves_at=3)
-    second = cross(pool, whole, source=tmp_path / "step_00000003", target=tmp_path, saves_at=6)
+    second = cross(pool, unsharded, source=tmp_path / "step_00000003", target=tmp_path, saves_at=6)
     third = cross(pool, sharded, source=tmp_path / "step_00000006", target=tmp_path, saves_at=9)
     undisturbed = first[0].losses
     for later in (second[0].losses, third[0].losses):
@@ -180,8 +180,8 @@ def test_a_checkpoint_of_either_kind_loads_in_the_other(before: str, after: str)
     case = replace(CLASSES, optimizer="adamw", num_steps=4)
     saved = run_rank(None, replace(case, strategy=before, settings=settings[before])).state
     strategy = replace(case, strategy=after, settings=settings[after], num_steps=0, start=saved)
-    found = run_rank(None, strategy).state
-    assert [name for name, tensor in saved.items() if name in found and not torch.equal(found[name], tensor)] == []
+    loaded = run_rank(None, strategy).state
+    assert [name for name, tensor in saved.items() if name in loaded and not torch.equal(loaded[name], tensor)] == []
 
 
 # one replica and an outer optimizer: windows and averages without a second process
@@ -196,16 +196,16 @@ def test_a_run_is_evaluated_and_saved_at_averages_and_at_its_end(tmp_path: Path)
     run(tmp_path / "run", *ALONE, *every, "checkpoint.keep_best=0")
     rows = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
     assert [row["step"] for row in rows if "val/loss" in row] == [8, 10]
-    assert sorted(one.step for one in list_complete(tmp_path / "run" / "checkpoints")) == [4, 8, 10]
+    assert sorted(checkpoint.step for checkpoint in list_complete(tmp_path / "run" / "checkpoints")) == [4, 8, 10]
 
 
 @pytest.mark.slow
 def test_a_run_stopped_between_averages_goes_on_to_the_next_and_is_continued_exactly(tmp_path: Path) -> None:
-    whole = run(tmp_path / "whole", *ALONE)
+    undisturbed = run(tmp_path / "whole", *ALONE)
     first = run(tmp_path / "parts", *ALONE, "stop_at_step=5")
     assert (first["status"], first["steps"]) == ("stopped", 8)
     second = run(tmp_path / "parts", *ALONE, "resume=auto")
-    assert (second["steps"], second["weights_sha256"]) == (10, whole["weights_sha256"])
+    assert (second["steps"], second["weights_sha256"]) == (10, undisturbed["weights_sha256"])
 
 
 @pytest.mark.slow
@@ -215,12 +215,12 @@ def test_replicas_are_compared_where_they_are_alike(tmp_path: Path) -> None:
     assert (result["status"], result["steps"]) == ("finished", 10)
 
 
-def said(strategy: LocalSgd, **facts: Any) -> list[str]:
+def problems(strategy: LocalSgd, **facts: Any) -> list[str]:
     return [str(problem) for problem in strategy.validate(PlanContext(**facts))]
 
 
 def test_what_replicas_that_differ_cannot_keep_is_refused() -> None:
-    assert said(LocalSgd(), numerics=Numerics(reproducible=True)) == [
+    assert problems(LocalSgd(), numerics=Numerics(reproducible=True)) == [
         "numerics.reproducible=true: local_sgd depends on the number of replicas. Use strategy=mirrored, or false.",
     ]
 
@@ -241,5 +241,5 @@ def test_a_replica_that_overflows_repeats_its_step_alone(replicas: int, pool: Po
 
 def test_a_setting_of_an_outer_optimizer_that_is_not_there_is_refused() -> None:
     expected = "has no effect without strategy.outer.lr: the average itself becomes the parameters."
-    assert said(LocalSgd(outer=OuterOptimizer(momentum=0.5))) == [f"strategy.outer.momentum=0.5: {expected}"]
-    assert said(LocalSgd(outer=OuterOptimizer(nesterov=False))) == [f"strategy.outer.nesterov=false: {expected}"]
+    assert problems(LocalSgd(outer=OuterOptimizer(momentum=0.5))) == [f"strategy.outer.momentum=0.5: {expected}"]
+    assert problems(LocalSgd(outer=OuterOptimizer(nesterov=False))) == [f"strategy.outer.nesterov=false: {expected}"]

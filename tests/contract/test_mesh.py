@@ -117,11 +117,11 @@ def test_rounded_parameters_have_masters_that_are_cut_and_saved(
     strategy: str, settings: dict[str, object], pool: Pool
 ) -> None:
     base = replace(LAYERED, strategy=strategy, precision="bf16", rate_scale=0.1, settings=settings, micro_size=4)
-    whole, parted = train(pool, base)[0], train(pool, replace(base, resume_at=4))[0]
-    assert {tensor.dtype for key, tensor in whole.state.items() if key.startswith("param/")} == {torch.float32}
-    for name, tensor in whole.state.items():
-        torch.testing.assert_close(parted.state[name], tensor, rtol=0, atol=0)
-    assert whole.losses[-1] == pytest.approx(oracle(base).losses[-1], rel=0.02)
+    expected, resumed = train(pool, base)[0], train(pool, replace(base, resume_at=4))[0]
+    assert {tensor.dtype for key, tensor in expected.state.items() if key.startswith("param/")} == {torch.float32}
+    for name, tensor in expected.state.items():
+        torch.testing.assert_close(resumed.state[name], tensor, rtol=0, atol=0)
+    assert expected.losses[-1] == pytest.approx(oracle(base).losses[-1], rel=0.02)
 
 
 def drift(place: Place, wrong: int, name: str) -> str | None:
@@ -137,22 +137,22 @@ def drift(place: Place, wrong: int, name: str) -> str | None:
     executor = strategy.setup(request)
     if place.rank == wrong:
         executor.local.params[name].detach().view(-1)[-1:].view(torch.int32).bitwise_xor_(1)
-    said = executor.check_replicas()
+    drifted = executor.check_replicas()
     executor.close()
-    return said
+    return drifted
 
 
 @pytest.mark.parametrize(
-    ("wrong", "name", "said"),
+    ("wrong", "name", "text"),
     [
         (-1, "0.weight", None),
         (3, "0.weight", "the parameter 0.weight differs on rank 3 from rank 1, which holds the same part of it."),
         (1, "2.bias", "the parameter 2.bias differs on rank 1 from rank 0, which holds the same part of it."),
     ],
 )
-def test_one_changed_bit_of_a_part_is_found_and_named(wrong: int, name: str, said: str | None, pool: Pool) -> None:
-    found = pool.run("tests.contract.test_mesh.drift", wrong, name, num_ranks=4)
-    assert found == [said] * 4
+def test_one_changed_bit_of_a_part_is_found_and_named(wrong: int, name: str, text: str | None, pool: Pool) -> None:
+    texts = pool.run("tests.contract.test_mesh.drift", wrong, name, num_ranks=4)
+    assert texts == [text] * 4
 
 
 GATE = [
@@ -210,8 +210,8 @@ BITS: dict[str, tuple[Case, Sequence[str]]] = {
 
 def hashes(rank: Trained) -> dict[str, str]:
     """SHA-256 of each tensor of a rank's state: of the sign of zero too."""
-    found = {name: tensor.reshape(-1).view(torch.uint8) for name, tensor in rank.state.items()}
-    return {name: sha256(tensor.numpy().tobytes()).hexdigest() for name, tensor in found.items()}
+    bits = {name: tensor.reshape(-1).view(torch.uint8) for name, tensor in rank.state.items()}
+    return {name: sha256(tensor.numpy().tobytes()).hexdigest() for name, tensor in bits.items()}
 
 
 @pytest.mark.parametrize(("family", "mesh"), GATE, ids=str)
@@ -288,11 +288,11 @@ def test_copies_of_a_part_lose_what_compression_loses(compression: str, least: f
 @pytest.mark.slow
 def test_a_reproducible_run_ends_in_the_bits_of_one_device(name: str, pool: Pool) -> None:
     case, layouts = BITS[name]
-    one = alone(case)
+    expected = alone(case)
     for layout in layouts:
         for rank in train(pool, replace(case, settings={**case.settings, **LAYOUTS[layout]})):
-            assert (layout, hashes(rank)) == (layout, hashes(one))
-            assert (layout, rank.norms) == (layout, one.norms)
+            assert (layout, hashes(rank)) == (layout, hashes(expected))
+            assert (layout, rank.norms) == (layout, expected.norms)
 
 
 @pytest.mark.parametrize("settings", [ALL_AXES, {"shard": 2, "pipe": 2, "tensor": 2}], ids=["whole", "in stages"])
@@ -385,20 +385,20 @@ class Owning(nn.Module):
 
 
 def test_what_stages_do_not_take_is_refused_by_name() -> None:
-    def said(settings: dict[str, Any], model: nn.Module | None = None, **facts: Any) -> str:
+    def rule(settings: dict[str, Any], model: nn.Module | None = None, **facts: Any) -> str:
         strategy, context = replace(STAGED, settings=settings).make_strategy(), PlanContext(**facts)
         problems = strategy.validate(context)
         (problem,) = problems or strategy.validate_model((model or STAGED.make_model()).to("meta"), context)
         return str(problem)
 
-    both = PIPES["pipe x shard"]
-    assert said({**both, "schedule": "zero_bubble"}).startswith("strategy.schedule=zero_bubble: computes the gradients")
-    assert said({**both, "reduce": "ring"}).startswith("strategy.reduce=ring: does not work with several stages")
-    assert said({"shard": 2, "schedule": "gpipe"}).startswith("strategy.schedule=gpipe: has no effect with one rank")
-    assert said(both, numerics=Numerics(reproducible=True)).startswith("numerics.reproducible=true: does not work with")
-    assert said(both, Owning()).startswith("model: scale is in no block, and shard gathers")
+    pipe = PIPES["pipe x shard"]
+    assert rule({**pipe, "schedule": "zero_bubble"}).startswith("strategy.schedule=zero_bubble: computes the gradients")
+    assert rule({**pipe, "reduce": "ring"}).startswith("strategy.reduce=ring: does not work with several stages")
+    assert rule({"shard": 2, "schedule": "gpipe"}).startswith("strategy.schedule=gpipe: has no effect with one rank")
+    assert rule(pipe, numerics=Numerics(reproducible=True)).startswith("numerics.reproducible=true: does not work with")
+    assert rule(pipe, Owning()).startswith("model: scale is in no block, and shard gathers")
     cut = {"shard": 1, "pipe": 2, "tensor": 2, "plan": {"first": "colwise", "second": "rowwise"}}
-    assert said(cut, Owning()).startswith("strategy.plan.first=colwise: colwise cuts activations between first and")
+    assert rule(cut, Owning()).startswith("strategy.plan.first=colwise: colwise cuts activations between first and")
 
 
 CUT: dict[str, Any] = {"context": 2, "shard": 1}
@@ -434,32 +434,32 @@ def test_what_is_dropped_out_of_parts_is_that_of_one_device(cut: dict[str, Any],
 @pytest.mark.slow
 def test_a_rank_keeps_the_activations_of_its_positions(pool: Pool) -> None:
     base = LongCase(task="hidden", precision="fp32", num_steps=1, global_size=1, length=1024, width=16, blocks=2)
-    one, most = bytes_of_rank(None, base)
+    least, most = bytes_of_rank(None, base)
     case = replace(base, strategy="mesh", settings=CUT | {"context": 4})
     ranks = pool.run("tests.support.counted.bytes_of_rank", case, num_ranks=4)
-    assert max(peak - lasting for lasting, peak in ranks) <= 0.4 * (most - one)
+    assert max(peak - lasting for lasting, peak in ranks) <= 0.4 * (most - least)
 
 
 class Noisy(nn.Dropout):
     """Draws by itself."""
 
-    def forward(self, given: torch.Tensor) -> torch.Tensor:
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Add noise."""
-        return given + torch.randn_like(given)
+        return inputs + torch.randn_like(inputs)
 
 
 def noisy() -> nn.Module:
     """A model that draws for its part of a sequence."""
-    made = zoo.even_gpt()
-    made.get_submodule("blocks.1").dropout = Noisy(0.0)
-    return made
+    model = zoo.even_gpt()
+    model.get_submodule("blocks.1").dropout = Noisy(0.0)
+    return model
 
 
 DRAWING = replace(GPT, build=noisy, model={})
 
 
 @pytest.mark.parametrize(
-    ("case", "said"),
+    ("case", "text"),
     [
         (replace(DROPS, settings=TWO | {"plan": {"0": "colwise", "3": "rowwise"}}), "2 (Dropout) draws"),
         (replace(EVEN, settings=TWO | {"plan": STREAM}, model={"dropout": 0.3}), "blocks.0.dropout (Dropout) draws"),
@@ -468,9 +468,9 @@ DRAWING = replace(GPT, build=noisy, model={})
     ],
     ids=["features", "a sequence", "context", "context beside tensor"],
 )
-def test_code_that_draws_for_its_part_without_saying_so_is_refused(case: Case, said: str, pool: Pool) -> None:
+def test_code_that_draws_for_its_part_without_saying_so_is_refused(case: Case, text: str, pool: Pool) -> None:
     for refused in refusals_of(pool, case):
-        assert re.search(f"{re.escape(said)} random numbers for .* has cut", refused)
+        assert re.search(f"{re.escape(text)} random numbers for .* has cut", refused)
 
 
 def test_code_that_draws_so_in_the_last_stage_is_refused_while_the_first_one_waits(pool: Pool) -> None:
@@ -539,28 +539,28 @@ def test_ranks_without_a_shard_take_part_from_the_first_step_on(pool: Pool) -> N
 @pytest.mark.slow
 def test_rounded_compute_keeps_float32_parts(precision: str, pool: Pool) -> None:
     base = replace(GATHERED, precision=precision, optimizer="adamw", rate_scale=0.1)
-    one = alone(base)
+    expected = alone(base)
     for rank in train(pool, replace(base, settings={"replicas": 2})):
         assert {tensor.dtype for tensor in rank.weights.values()} == {torch.float32}
-        assert rank.losses == pytest.approx(one.losses, rel=2e-2)
+        assert rank.losses == pytest.approx(expected.losses, rel=2e-2)
 
 
 def test_an_overflow_on_one_rank_is_tried_again_by_all(pool: Pool) -> None:
     base = replace(SHARDED_NET, micro_size=5, precision="fp16_mixed", rate_scale=0.1, max_norm=0.1)
-    one = alone(base)
+    expected = alone(base)
     for rank in train(pool, replace(base, settings={"replicas": 4})):
-        assert rank.scale == one.scale
+        assert rank.scale == expected.scale
         assert [len(step) > 0 for step in rank.samples].count(True) >= 4
-        assert rank.losses == pytest.approx(one.losses, rel=1e-2)
+        assert rank.losses == pytest.approx(expected.losses, rel=1e-2)
 
 
 def test_a_checkpoint_is_that_of_one_device_and_loads_there(pool: Pool) -> None:
     base = replace(ADAMW, num_steps=3)
-    one = alone(base)
+    saved = alone(base)
     cut, *_ = train(pool, replace(base, settings={"replicas": 4}))
-    assert {key: tensor.shape for key, tensor in cut.state.items()} == {k: t.shape for k, t in one.state.items()}
+    assert {key: tensor.shape for key, tensor in cut.state.items()} == {k: t.shape for k, t in saved.state.items()}
     (further,) = train(pool, replace(base, strategy="one_device", start=cut.state))
-    (expected,) = train(pool, replace(base, strategy="one_device", start=one.state))
+    (expected,) = train(pool, replace(base, strategy="one_device", start=saved.state))
     assert further.losses == pytest.approx(expected.losses, rel=1e-12)
 
 
@@ -581,8 +581,8 @@ def test_at_the_start_rank_0_has_one_whole_model_and_the_others_a_part_and_a_blo
     blocks = 12
     model = {"width": 128, "num_layers": blocks, "bias": False}
     base = replace(GATHERED, model=model, precision="fp32")
-    whole = bytes_of_start(None, replace(base, strategy="one_device"))
+    full = bytes_of_start(None, replace(base, strategy="one_device"))
     case = replace(base, strategy=strategy, settings={"replicas" if strategy == "fsdp" else "stages": 4})
     first, *others = pool.run("tests.support.counted.bytes_of_start", case, num_ranks=4)
-    assert first / whole == pytest.approx(1.0, abs=0.01)
-    assert max(others) / whole < 0.26 + 1 / blocks
+    assert first / full == pytest.approx(1.0, abs=0.01)
+    assert max(others) / full < 0.26 + 1 / blocks

@@ -52,8 +52,8 @@ class Duel(Objective):
     def loss(self, model: Model, batch: Any) -> Loss:
         points = batch[0]
         with torch.no_grad():
-            made = model(points[:, :3], "generator")
-        total = softplus(-model(points, "discriminator")).sum() + softplus(model(made, "discriminator")).sum()
+            fake = model(points[:, :3], "generator")
+        total = softplus(-model(points, "discriminator")).sum() + softplus(model(fake, "discriminator")).sum()
         return Loss(total, len(points))
 
     def phase_loss(self, phase: str, model: Model, batch: Any) -> Loss:
@@ -116,8 +116,8 @@ def by_hand(case: Match) -> dict[str, Tensor]:
     """What a plain loop trains: a batch at a time, without shards."""
     model, data = Networks().double(), zoo.Points()
     order, objective = SampleOrder(num_samples=len(data), seed=case.seed), Duel()
-    made = {phase.name: MAKERS[phase.name](getattr(model, phase.name).parameters()) for phase in case.phases}
-    rates = {name: optimizer.param_groups[0]["lr"] for name, optimizer in made.items()}
+    optimizers = {phase.name: MAKERS[phase.name](getattr(model, phase.name).parameters()) for phase in case.phases}
+    rates = {name: optimizer.param_groups[0]["lr"] for name, optimizer in optimizers.items()}
     for step in range(case.num_steps):
         start = step * case.global_size
         points = data.tensors()[0][order.indices(0, start, start + case.global_size)].double()
@@ -130,8 +130,8 @@ def by_hand(case: Match) -> dict[str, Tensor]:
                 scale = 1.0 if case.max_norm is None else min(1.0, case.max_norm / (float(norm) + 1e-6))
                 for param, grad in zip(params, grads, strict=True):
                     param.grad = grad * scale
-                made[phase.name].param_groups[0]["lr"] = rates[phase.name] * factor_of(phase.name, step)
-                made[phase.name].step()
+                optimizers[phase.name].param_groups[0]["lr"] = rates[phase.name] * factor_of(phase.name, step)
+                optimizers[phase.name].step()
     return {name: tensor.detach() for name, tensor in model.state_dict().items()}
 
 
@@ -214,8 +214,8 @@ class Halves(Case):
 
 def test_two_optimizers_that_are_set_alike_give_the_bits_of_one(pool: Pool) -> None:
     expected = alone(Case(optimizer="adamw", micro_size=4, max_norm=0.5))
-    (found,) = assert_bits(train(pool, Halves(optimizer="adamw", micro_size=4, max_norm=0.5)), expected)
-    assert found.state.keys() == expected.state.keys()
+    (rank,) = assert_bits(train(pool, Halves(optimizer="adamw", micro_size=4, max_norm=0.5)), expected)
+    assert rank.state.keys() == expected.state.keys()
 
 
 @pytest.mark.parametrize(

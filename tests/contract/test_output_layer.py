@@ -22,9 +22,9 @@ CUT: Final = PLACES | {"tensor_parallel": {"degree": 2, "replicas": 1}}
 
 def own_weight() -> nn.Module:
     """The output layer has a weight of its own and a bias: fsdp gathers it with its block alone."""
-    made = zoo.even_gpt()
-    made.get_submodule("head").output = nn.Linear(8, 12)
-    return zoo.fill(made)
+    model = zoo.even_gpt()
+    model.get_submodule("head").output = nn.Linear(8, 12)
+    return zoo.fill(model)
 
 
 HIDDEN: Final = Case(task="hidden", build=zoo.even_gpt, micro_size=3, max_norm=0.1)

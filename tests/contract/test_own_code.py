@@ -63,11 +63,11 @@ def test_each_split_is_evaluated_under_its_name(
     tmp_path: Path, strategy: tuple[str, ...], capfd: pytest.CaptureFixture[str]
 ) -> None:
     result = run(tmp_path / "a", *FIXED, *own("SplitPoints"), "eval.metric=val_ood/accuracy", *strategy)
-    found, plain = result["metrics"], run(tmp_path / "b", *FIXED, "data=points")["metrics"]
+    metrics, plain = result["metrics"], run(tmp_path / "b", *FIXED, "data=points")["metrics"]
     kinds = ("val", "val_ood", "test", "test_new")
-    assert sorted(found) == sorted(f"{split}/{name}" for split in kinds for name in ("accuracy", "loss"))
-    assert found["val/loss"] == found["test/loss"] == pytest.approx(plain["val/loss"], rel=1e-12)
-    assert found["val_ood/loss"] != found["val/loss"]
+    assert sorted(metrics) == sorted(f"{split}/{name}" for split in kinds for name in ("accuracy", "loss"))
+    assert metrics["val/loss"] == metrics["test/loss"] == pytest.approx(plain["val/loss"], rel=1e-12)
+    assert metrics["val_ood/loss"] != metrics["val/loss"]
     assert "the split calibration is not evaluated" in capfd.readouterr().out
     assert [row["val_ood/loss"] for row in rows(tmp_path / "a") if "val_ood/loss" in row] != []
 
@@ -80,19 +80,19 @@ def test_a_monitored_metric_of_a_split_that_is_not_there_is_refused(tmp_path: Pa
 @pytest.mark.slow
 def test_an_iterable_dataset_with_a_length_is_a_stream(tmp_path: Path) -> None:
     stream = run(tmp_path / "a", *FIXED, "data=stream_of_points")
-    found = run(tmp_path / "b", *FIXED, *own("PointStream"))
-    assert found["weights_sha256"] == stream["weights_sha256"]
-    assert "val/loss" in found["metrics"]
+    result = run(tmp_path / "b", *FIXED, *own("PointStream"))
+    assert result["weights_sha256"] == stream["weights_sha256"]
+    assert "val/loss" in result["metrics"]
 
 
 @pytest.mark.slow
 def test_datasets_of_any_classes_become_splits(tmp_path: Path) -> None:
     point = "{_target_: tests.support.zoo.Points, split: %s}"
     splits = ("data=splits", f"data.train={point % 'train'}", f"data.others={{val_far: {point % 'val'}}}")
-    found = run(tmp_path / "a", *FIXED, *splits, "eval.metric=val_far/loss")
+    result = run(tmp_path / "a", *FIXED, *splits, "eval.metric=val_far/loss")
     plain = run(tmp_path / "b", *FIXED, "data=points")
-    assert found["weights_sha256"] == plain["weights_sha256"]
-    assert found["metrics"]["val_far/loss"] == plain["metrics"]["val/loss"]
+    assert result["weights_sha256"] == plain["weights_sha256"]
+    assert result["metrics"]["val_far/loss"] == plain["metrics"]["val/loss"]
 
 
 def rows(folder: Path) -> list[dict[str, float]]:
@@ -132,11 +132,11 @@ def test_what_a_collate_draws_is_keyed_by_the_shard(tmp_path: Path) -> None:
     spread = run(tmp_path / "b", *settings, *MIRRORED, "loader.num_workers=2", "stop_at_step=5")
     assert spread["steps"] == 5
     spread = run(tmp_path / "b", *settings, *MIRRORED, "loader.num_workers=2", "resume=auto")
-    one, other = weights(alone), weights(spread)
-    assert all(torch.allclose(one[name], other[name], rtol=1e-11, atol=1e-13) for name in one)
+    expected, actual = weights(alone), weights(spread)
+    assert all(torch.allclose(expected[name], actual[name], rtol=1e-11, atol=1e-13) for name in expected)
     assert spread["metrics"]["val/loss"] == pytest.approx(alone["metrics"]["val/loss"], rel=1e-11)
     plain = weights(run(tmp_path / "c", *RAGGED, f"data.collate={OWN}.pad"))
-    assert not all(torch.allclose(one[name], plain[name]) for name in one)
+    assert not all(torch.allclose(expected[name], plain[name]) for name in expected)
 
 
 def test_bad_collates_and_ragged_samples_end_with_the_key_and_the_remedy(tmp_path: Path) -> None:
@@ -195,8 +195,8 @@ def refusals(case: Case) -> list[str]:
 def check(case: Case, pool: Pool) -> None:
     expected = oracle(case).model.state_dict()
     for rank in train(pool, case):
-        for name, wanted in expected.items():
-            torch.testing.assert_close(rank.weights[name], wanted, rtol=1e-12, atol=1e-13)
+        for name, tensor in expected.items():
+            torch.testing.assert_close(rank.weights[name], tensor, rtol=1e-12, atol=1e-13)
 
 
 @pytest.mark.parametrize("task", OBJECTIVES)
@@ -221,13 +221,13 @@ def test_a_model_of_several_outputs_is_that_of_one_device(strategy: str, returns
 
 
 def test_the_problem_names_what_the_objective_needs_and_what_to_choose() -> None:
-    (said,) = refusals(replace(BASE, task="gradient_penalty", strategy="fsdp", settings={"replicas": 2}))
-    assert said.startswith("objective=GradientPenalty: differentiates the model by its inputs, and fsdp reshards param")
-    assert said.endswith("Use strategy=mirrored, whose replicas are unsharded.")
+    (text,) = refusals(replace(BASE, task="gradient_penalty", strategy="fsdp", settings={"replicas": 2}))
+    assert text.startswith("objective=GradientPenalty: differentiates the model by its inputs, and fsdp reshards param")
+    assert text.endswith("Use strategy=mirrored, whose replicas are unsharded.")
     assert refusals(replace(BASE, task="gradient_penalty", strategy="fsdp", settings={"replicas": 1})) == []
     settings = {"degree": 2, "replicas": 1}
-    (said,) = refusals(replace(BASE, task="weight_penalty", strategy="tensor_parallel", settings=settings))
-    assert said.startswith("objective=WeightPenalty: reads the parameters of the model, and each rank of tensor_para")
+    (text,) = refusals(replace(BASE, task="weight_penalty", strategy="tensor_parallel", settings=settings))
+    assert text.startswith("objective=WeightPenalty: reads the parameters of the model, and each rank of tensor_para")
 
 
 def test_a_parameter_server_refuses_to_read_parameters_of_sparse_tables() -> None:
@@ -238,8 +238,7 @@ def test_a_parameter_server_refuses_to_read_parameters_of_sparse_tables() -> Non
 
 
 def rows_of(folder: Path) -> list[dict[str, float]]:
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{name: row[name] for name in row if name.endswith(("/loss", "/labels", "/size"))} for row in rows]
+    return [{name: row[name] for name in row if name.endswith(("/loss", "/labels", "/size"))} for row in rows(folder)]
 
 
 TERMS = ("model=net", "data=points", "objective=two_terms", "batch.global_size=16", "batch.micro_size=4",
@@ -261,12 +260,12 @@ def test_terms_are_logged_as_their_means_over_all_targets(
 ) -> None:
     settings = [f"strategy.{key}={value}" for key, value in PLACES[strategy].items()]
     run(tmp_path, *TERMS, f"strategy={strategy}", *settings)
-    found = rows_of(tmp_path)
-    assert len(expected) == len(found) == 4
-    for one, other in zip(expected, found, strict=True):
-        assert other == pytest.approx(one, rel=1e-12)
-        split = next(iter(one)).partition("/")[0]
-        assert one[f"{split}/labels"] + 0.1 * one[f"{split}/size"] == pytest.approx(one[f"{split}/loss"], rel=1e-12)
+    logged = rows_of(tmp_path)
+    assert len(expected) == len(logged) == 4
+    for row, actual in zip(expected, logged, strict=True):
+        assert actual == pytest.approx(row, rel=1e-12)
+        split = next(iter(row)).partition("/")[0]
+        assert row[f"{split}/labels"] + 0.1 * row[f"{split}/size"] == pytest.approx(row[f"{split}/loss"], rel=1e-12)
 
 
 CALLED = (
@@ -314,14 +313,14 @@ def test_a_rank_of_several_names_the_callback_too(tmp_path: Path) -> None:
 def test_tensors_of_a_callback_are_restored_and_evaluating_changes_nothing(tmp_path: Path) -> None:
     same = (*CALLED, "callbacks=[averages]", "checkpoint.every_steps=3")
     plain = run(tmp_path / "plain", *CALLED)
-    whole = run(tmp_path / "whole", *same)
+    undisturbed = run(tmp_path / "whole", *same)
     run(tmp_path / "part", *same, "stop_at_step=3")
     resumed = run(tmp_path / "resumed", *same, f"resume={tmp_path / 'part'}")
 
     for name, expected in weights(plain).items():
-        assert torch.equal(weights(whole)[name], expected)
+        assert torch.equal(weights(undisturbed)[name], expected)
         assert torch.equal(weights(resumed)[name], expected)
-    expected_state, state = load(Path(whole["last"])), load(Path(resumed["last"]))
+    expected_state, state = load(Path(undisturbed["last"])), load(Path(resumed["last"]))
     names = [name for name in expected_state.tensors if name.startswith("callback/")]
     assert len(names) == 4
     assert all(torch.equal(state.tensors[name], expected_state.tensors[name]) for name in names)
@@ -331,19 +330,13 @@ def test_tensors_of_a_callback_are_restored_and_evaluating_changes_nothing(tmp_p
 def test_what_a_callback_evaluates_is_the_same_on_every_placement(tmp_path: Path) -> None:
     rows = []
     for strategy in ("one_device", "fsdp"):
-        run(
-            tmp_path / strategy,
-            *CALLED,
-            f"strategy={strategy}",
-            "callbacks=[averages]",
-            "callbacks.averages.keeps=false",
-        )
+        keys = (f"strategy={strategy}", "callbacks=[averages]", "callbacks.averages.keeps=false")
+        run(tmp_path / strategy, *CALLED, *keys)
         lines = (tmp_path / strategy / "averages.jsonl").read_text().splitlines()
         rows.append([json.loads(line) for line in lines])
     assert [row["step"] for row in rows[0]] == [2, 4, 6]
-    for other in rows[1:]:
-        for one, same in zip(rows[0], other, strict=True):
-            assert same == pytest.approx(one, rel=1e-12)
+    for row, same in zip(*rows, strict=True):
+        assert same == pytest.approx(row, rel=1e-12)
 
 
 @pytest.mark.slow
@@ -356,8 +349,8 @@ def test_tensors_that_are_alike_are_kept_where_ranks_save_together(tmp_path: Pat
 
 @pytest.mark.slow
 def test_tensors_that_a_rank_holds_alone_are_refused(tmp_path: Path) -> None:
-    said = "the state of the callback tests.support.own_callbacks.Averages holds other tensors on rank 1 than on rank 0"
-    with pytest.raises(TrainingError, match=said):
+    text = "the state of the callback tests.support.own_callbacks.Averages holds other tensors on rank 1 than on rank 0"
+    with pytest.raises(TrainingError, match=text):
         run(tmp_path / "run", *CALLED, "strategy=fsdp", "callbacks=[averages]", "supervisor.max_restarts=0")
 
 
@@ -441,33 +434,33 @@ class ScalingGan(Gan):
         return super().forward(x, part)
 
 
-@pytest.mark.parametrize("place", WRITING_PLACES, ids=lambda place: place[0] if place else "one_device")
+@pytest.mark.parametrize("strategy", WRITING_PLACES, ids=lambda strategy: strategy[0] if strategy else "one_device")
 @pytest.mark.slow
 def test_a_step_that_overflowed_is_repeated_with_the_samples_as_they_were_read(
-    place: tuple[str, ...], tmp_path: Path
+    strategy: tuple[str, ...], tmp_path: Path
 ) -> None:
-    steps = ("data=points", "steps=4", "batch.global_size=8", "eval.every_epochs=null", *OVERFLOWS, *place)
-    found = [
+    steps = ("data=points", "steps=4", "batch.global_size=8", "eval.every_epochs=null", *OVERFLOWS, *strategy)
+    trained = [
         weights(run(tmp_path / str(k), *steps, f"model={{_target_: {HERE}.Scaling, writes_from: {k}}}"))
-        for k in ((0, 1e9) if place else (0, 5, 1e9))
+        for k in ((0, 1e9) if strategy else (0, 5, 1e9))
     ]
-    for written in found[:-1]:
-        torch.testing.assert_close(written, found[-1], rtol=0, atol=0)
+    for written in trained[:-1]:
+        torch.testing.assert_close(written, trained[-1], rtol=0, atol=0)
 
 
 @pytest.mark.slow
 def test_each_phase_of_a_step_gets_the_samples_as_they_were_read(tmp_path: Path) -> None:
     keys = ["recipe=gan", "objective.latent=4", "epochs=null", "steps=4", "eval.every_epochs=null", "precision=fp32"]
     keys += ["optimizers.discriminator.ratio=2"]
-    found = [
+    trained = [
         weights(run(tmp_path / str(writes), *keys, f"model={{_target_: {HERE}.ScalingGan, writes: {writes}}}"))
         for writes in (True, False)
     ]
-    torch.testing.assert_close(*found, rtol=0, atol=0)
+    torch.testing.assert_close(*trained, rtol=0, atol=0)
 
 
 def test_a_loop_of_ones_own_repeats_a_step_with_what_it_has_written_itself(tmp_path: Path) -> None:
-    found = []
+    trained = []
     for writes_from in (0.0, 1e9):
         keys = ["recipe=null", "steps=3", "batch.global_size=8", "eval.every_epochs=null", "callbacks=[]", *OVERFLOWS]
         model, folder = Scaling(writes_from=writes_from), tmp_path / str(writes_from)
@@ -478,8 +471,8 @@ def test_a_loop_of_ones_own_repeats_a_step_with_what_it_has_written_itself(tmp_p
                 session.step()
             assert isinstance(session.model, Scaling)
             assert session.model.calls > 4  # one a step, one before the first, and the repeated ones
-            found.append({name: tensor.clone() for name, tensor in session.model.state_dict().items()})
-    torch.testing.assert_close(*found, rtol=0, atol=0)
+            trained.append({name: tensor.clone() for name, tensor in session.model.state_dict().items()})
+    torch.testing.assert_close(*trained, rtol=0, atol=0)
 
 
 CHANGING = (
@@ -515,16 +508,16 @@ def test_a_forward_pass_that_unfreezes_ends_the_run(strategy: str, tmp_path: Pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("how", "said"),
+    ("how", "text"),
     [
         ("freeze", r"requires_grad of 0\.weight, 0\.bias was changed to False"),
         ("replace", r"the parameter 2\.weight, 2\.bias was replaced"),
         ("add", r"the parameter 0\.scale was added"),
     ],
 )
-def test_other_changes_of_what_is_trained_end_the_run_too(how: str, said: str, tmp_path: Path) -> None:
+def test_other_changes_of_what_is_trained_end_the_run_too(how: str, text: str, tmp_path: Path) -> None:
     changing = ("model=net", "callbacks=[changes_params]", f"callbacks.changes_params.how={how}")
-    with pytest.raises(TrainingError, match=f"after step 2, {said} by"):
+    with pytest.raises(TrainingError, match=f"after step 2, {text} by"):
         run(tmp_path / "run", *CHANGING, *changing)
 
 

@@ -54,7 +54,7 @@ def same(case: Case, pool: Pool) -> Sequence[Trained]:
 
 
 # the schedule ends where the optimizer begins: one schedule with SGD, and all with AdamW
-@pytest.mark.parametrize(("optimizer", "schedule"), [("sgd", "1f1b"), *(("adamw", one) for one in SCHEDULES)])
+@pytest.mark.parametrize(("optimizer", "schedule"), [("sgd", "1f1b"), *(("adamw", schedule) for schedule in SCHEDULES)])
 @pytest.mark.slow
 def test_branches_and_tied_weights_on_two_stages_train_as_the_reference(
     optimizer: str, schedule: str, pool: Pool
@@ -126,14 +126,14 @@ def test_a_replica_without_a_shard_in_a_short_batch_takes_part(schedule: str, po
 
 def exchanges_of_the_last_step(place: Place, case: Case) -> dict[str, int]:
     """All-reduces while autograd computes, in a backward pass or after it, and after all backward passes."""
-    found = {"inside": 0, "beside": 0, "after": 0}
-    rank, whole, now = _Rank(place, case), dist.all_reduce, [""]
-    rank.on_phase = lambda phase, _step: now.__setitem__(0, phase)
+    calls = {"inside": 0, "beside": 0, "after": 0}
+    rank, all_reduce, current = _Rank(place, case), dist.all_reduce, [""]
+    rank.on_phase = lambda phase, _step: current.__setitem__(0, phase)
 
     def count(tensor: Tensor, **options: Any) -> Any:
         inside = "inside" if torch._C._current_graph_task_id() >= 0 else "beside"
-        found["after" if now[0] == "reduce" else inside] += 1
-        return whole(tensor, **options)
+        calls["after" if current[0] == "reduce" else inside] += 1
+        return all_reduce(tensor, **options)
 
     with patch.object(staged, "BUCKET_BYTES", 1):
         executor = rank.setup(0)
@@ -141,7 +141,7 @@ def exchanges_of_the_last_step(place: Place, case: Case) -> dict[str, int]:
         with patch.object(dist, "all_reduce", count):
             rank.steps(executor, 2)
     executor.close()
-    return found
+    return calls
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES[1:])
@@ -149,8 +149,8 @@ def test_gradients_are_exchanged_inside_of_the_last_backward_pass(schedule: str,
     # eight parameters in buckets of one, four on either rank; five shards, the last ones of another size
     settings = {"schedule": schedule, "replicas": 2}
     case = replace(MANY, model={"norm": False}, global_size=19, num_steps=2, settings=settings)
-    found = pool.run("tests.contract.test_pipeline.exchanges_of_the_last_step", case, num_ranks=4)
-    assert found == [{"inside": 4, "beside": 0, "after": 0}] * 4
+    calls = pool.run("tests.contract.test_pipeline.exchanges_of_the_last_step", case, num_ranks=4)
+    assert calls == [{"inside": 4, "beside": 0, "after": 0}] * 4
 
 
 @pytest.mark.parametrize("settings", [{"stages": 4}, {"schedule": "interleaved"}])
@@ -217,25 +217,27 @@ def drifts(place: Place, case: Case) -> str | None:
 
 def test_a_stage_that_differs_between_replicas_is_named(pool: Pool) -> None:
     case = replace(CLASSES, settings={"replicas": 2})
-    said = pool.run("tests.contract.test_pipeline.drifts", case, num_ranks=4)
-    assert set(said) == {"the parameter 2.weight differs on rank 3 from rank 1, which holds the same part of it."}
+    texts = pool.run("tests.contract.test_pipeline.drifts", case, num_ranks=4)
+    assert set(texts) == {"the parameter 2.weight differs on rank 3 from rank 1, which holds the same part of it."}
 
 
-def held(place: Place, case: Case) -> tuple[list[str], list[str]]:
+def params_of(place: Place, case: Case) -> tuple[list[str], list[str]]:
     """The parameters that have numbers on this rank, and the parameters that it writes."""
     rank = _Rank(place, case)
     executor = rank.setup(0)
     try:
-        here = [name for name, param in executor.local.model.named_parameters() if not param.is_meta]
-        return here, list(executor.sharded_state_dict())
+        materialized = [name for name, param in executor.local.model.named_parameters() if not param.is_meta]
+        return materialized, list(executor.sharded_state_dict())
     finally:
         executor.close()
 
 
 def test_a_rank_holds_its_stage_and_writes_what_no_other_does(pool: Pool) -> None:
-    given = {"embed": 0, "rest": 1}
+    stage_map = {"embed": 0, "rest": 1}
     first, second, *others = pool.run(
-        "tests.contract.test_pipeline.held", replace(TOKENS, settings={"map": given, "replicas": 2}), num_ranks=4
+        "tests.contract.test_pipeline.params_of",
+        replace(TOKENS, settings={"map": stage_map, "replicas": 2}),
+        num_ranks=4,
     )
     assert first == (["embed.weight"], ["param/embed.weight"])
     inner = [f"{name}.{kind}" for name in ("query", "key", "value") for kind in ("weight", "bias")]
@@ -248,11 +250,11 @@ def test_a_rank_holds_its_stage_and_writes_what_no_other_does(pool: Pool) -> Non
 def test_a_run_evaluates_and_saves_what_one_device_does(tmp_path: Path) -> None:
     fixed = ("model=net", "model.dropout=0.2", "data=points", "batch.global_size=16", "batch.micro_size=4",
              "optimizer=adamw", "steps=4")  # fmt: skip
-    one = run(tmp_path / "one", *fixed)
-    two = run(tmp_path / "two", *fixed, "strategy=pipeline", "strategy.map={0-1:0,rest:1}")
-    assert two["weights_sha256"] == one["weights_sha256"]
-    assert two["metrics"] == one["metrics"]
-    assert two["fingerprint"] == one["fingerprint"]
+    expected = run(tmp_path / "one", *fixed)
+    result = run(tmp_path / "two", *fixed, "strategy=pipeline", "strategy.map={0-1:0,rest:1}")
+    assert result["weights_sha256"] == expected["weights_sha256"]
+    assert result["metrics"] == expected["metrics"]
+    assert result["fingerprint"] == expected["fingerprint"]
 
 
 POINT = (torch.zeros(6), 0)
@@ -331,7 +333,7 @@ SENTENCE = (torch.zeros(5, dtype=torch.long), torch.zeros(5, dtype=torch.long))
 
 
 @pytest.mark.parametrize(
-    ("given", "stages"),
+    ("stage_map", "stages"),
     [
         (
             "auto",
@@ -345,9 +347,9 @@ SENTENCE = (torch.zeros(5, dtype=torch.long), torch.zeros(5, dtype=torch.long))
 )
 @pytest.mark.slow
 def test_a_decoder_of_one_child_is_cut_by_auto_and_by_a_layer_named_beside_its_parent(
-    given: Any, stages: list[str], pool: Pool
+    stage_map: Any, stages: list[str], pool: Pool
 ) -> None:
-    strategy = Pipeline(map=given)
+    strategy = Pipeline(map=stage_map)
     model, facts = object_models.Decoder().to("meta"), PlanContext(sample=SENTENCE)
     assert strategy.validate_model(model, facts) == []
     assert [part.modules for part in strategy.describe_partition(model, facts)] == stages
@@ -357,10 +359,10 @@ def test_a_decoder_of_one_child_is_cut_by_auto_and_by_a_layer_named_beside_its_p
     assert_reference(train(pool, case), case)
 
 
-@pytest.mark.parametrize("given", [{"transformer.h.1": 1, "rest": 0}, {"lm_head": 0, "transformer.h": 1, "rest": 0}])
-def test_the_map_that_is_advised_is_balanced_and_taken(given: Any) -> None:
+@pytest.mark.parametrize("places", [{"transformer.h.1": 1, "rest": 0}, {"lm_head": 0, "transformer.h": 1, "rest": 0}])
+def test_the_map_that_is_advised_is_balanced_and_taken(places: Any) -> None:
     model, facts = object_models.Decoder().to("meta"), PlanContext(sample=SENTENCE)
-    (problem,) = Pipeline(map=given).validate_model(model, facts)
+    (problem,) = Pipeline(map=places).validate_model(model, facts)
     advised = problem.rule.partition("A pipeline runs forwards: use {")[2].removesuffix("}.")
     assert advised == (
         "transformer.wte:0,transformer.wpe:0,transformer.h.0-1:0,transformer.h.2-3:1,transformer.ln_f:1,lm_head:1"
@@ -375,8 +377,8 @@ def gpt2(**settings: Any) -> nn.Module:
 
     sizes = {"vocab_size": zoo.TOKENS, "n_positions": zoo.LENGTH, "n_embd": 8, "n_layer": 4, "n_head": 2}
     config = GPT2Config(**sizes, bos_token_id=None, eos_token_id=None, **settings)
-    made: nn.Module = AutoModelForCausalLM.from_config(config)
-    return made
+    model: nn.Module = AutoModelForCausalLM.from_config(config)
+    return model
 
 
 class Scores(nn.Module):
@@ -419,8 +421,8 @@ GPT2 = Case(task="tokens", build=filled)
 def test_shards_refuse_the_cache_with_the_key_that_turns_it_off(pool: Pool) -> None:
     pytest.importorskip("transformers")
     settings = {"replicas": 2, "wrap": ["GPT2Block"]}
-    (said,) = refusals_of(pool, replace(GPT2, model={"use_cache": True}, strategy="fsdp", settings=settings))
-    assert said.endswith("dataclasses. Return what it adds, or use model.config.use_cache=false.")
+    (text,) = refusals_of(pool, replace(GPT2, model={"use_cache": True}, strategy="fsdp", settings=settings))
+    assert text.endswith("dataclasses. Return what it adds, or use model.config.use_cache=false.")
 
 
 @pytest.mark.parametrize("stages", [2, pytest.param(3, marks=pytest.mark.long)])

@@ -77,8 +77,8 @@ def test_an_overflowed_step_is_tried_again_with_the_same_samples(replicas: int, 
     assert trained[0].scale < 65536.0
     assert [rank.samples for rank in trained] == [rank.samples for rank in expected]
     for rank in trained:
-        found = {name.removeprefix("inner."): tensor for name, tensor in rank.weights.items()}
-        assert distance(found, expected[0].weights) < 3e-3
+        tensors = {name.removeprefix("inner."): tensor for name, tensor in rank.weights.items()}
+        assert distance(tensors, expected[0].weights) < 3e-3
 
 
 def test_a_loss_scale_has_a_floor_a_memory_and_an_end() -> None:
@@ -117,9 +117,9 @@ def test_buffers_keep_dtype_and_bits_in_every_precision_but_are_float64_in_fp64(
         model.register_buffer(name, table.clone(), persistent=name != "positions")
     assert Precision(value=value).adapt(model).weight.dtype == Precision(value=value).model_dtype
     for name, table in tables.items():
-        kept = model.get_buffer(name)
-        assert torch.equal(kept.to(table.dtype), table)
-        assert kept.dtype == (torch.float64 if value == "fp64" and table.is_floating_point() else table.dtype)
+        buffer = model.get_buffer(name)
+        assert torch.equal(buffer.to(table.dtype), table)
+        assert buffer.dtype == (torch.float64 if value == "fp64" and table.is_floating_point() else table.dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
@@ -163,12 +163,12 @@ PLACES = [("one_device", {}), ("fsdp", {"replicas": 2}), ("parameter_server", {}
 def test_a_model_in_bf16_trains_with_float32_tables_and_batch_statistics(
     strategy: str, settings: dict[str, int], tmp_path: Path
 ) -> None:
-    places = [f"strategy={strategy}", *(f"strategy.{key}={value}" for key, value in settings.items())]
+    options = [f"strategy={strategy}", *(f"strategy.{key}={value}" for key, value in settings.items())]
     keys = ["data=points", "steps=3", "batch.global_size=8", "precision=bf16", "eval.every_epochs=null", "callbacks=[]"]
-    result = run(tmp_path / "run", f"model={{_target_: {__name__}.Tabled}}", *keys, *places)
-    written = load_file(tmp_path / "run" / "model" / "model.safetensors")
-    assert torch.equal(written["table"], torch.linspace(1001, 1003, zoo.FEATURES))
-    assert {tensor.dtype for name, tensor in written.items() if "tracked" not in name} == {torch.float32}
+    result = run(tmp_path / "run", f"model={{_target_: {__name__}.Tabled}}", *keys, *options)
+    exported = load_file(tmp_path / "run" / "model" / "model.safetensors")
+    assert torch.equal(exported["table"], torch.linspace(1001, 1003, zoo.FEATURES))
+    assert {tensor.dtype for name, tensor in exported.items() if "tracked" not in name} == {torch.float32}
     mean = weights(result)["1.running_mean"]
     assert not torch.equal(mean, mean.bfloat16().float())  # the updates are not rounded to bfloat16
     assert torch.equal(trainkit.load(tmp_path / "run", packages=["tests"]).get_buffer("1.running_mean"), mean)

@@ -61,9 +61,9 @@ def of_model(named: str, **settings: Any) -> Case:
 
 @pytest.mark.parametrize(("named", "kind"), [("ListBetweenBlocks", "list"), ("ObjectBetweenBlocks", "tests.Notes")])
 def test_fsdp_refuses_a_block_that_writes_into_what_it_is_given(named: str, kind: str, pool: Pool) -> None:
-    (said,) = refusals_of(pool, of_model(named, strategy="fsdp", settings={"replicas": 2, "wrap": ["Noting"]}))
-    assert said.startswith(f"the block first changes the {kind} among its arguments, and FSDP gives each block copies")
-    assert said.endswith("or use strategy=mirrored.")
+    (text,) = refusals_of(pool, of_model(named, strategy="fsdp", settings={"replicas": 2, "wrap": ["Noting"]}))
+    assert text.startswith(f"the block first changes the {kind} among its arguments, and FSDP gives each block copies")
+    assert text.endswith("or use strategy=mirrored.")
 
 
 @pytest.mark.parametrize("named", ["ListBetweenBlocks", "DictBetweenBlocks", "ObjectBetweenBlocks"])
@@ -85,8 +85,8 @@ def test_a_device_map_refuses_a_block_that_writes_into_a_list_that_was_moved() -
 
 def test_recomputation_refuses_a_block_that_writes_into_what_it_is_given(pool: Pool) -> None:
     case = of_model("DictBetweenBlocks", shaping=ModelTransforms(recompute=["Noting"]))
-    said = r"^the block of the class Noting changes the dict .*, or set activation_checkpointing=none\.$"
-    with pytest.raises(Exception, match=said):
+    message = r"^the block of the class Noting changes the dict .*, or set activation_checkpointing=none\.$"
+    with pytest.raises(Exception, match=message):
         train(pool, case)
 
 

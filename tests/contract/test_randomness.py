@@ -141,8 +141,8 @@ def test_a_recomputed_block_takes_the_branch_that_pythons_random_took_first(pool
 
 def test_a_pipeline_refuses_a_model_that_draws_from_pythons_random() -> None:
     problems = Pipeline().validate_model(HOST.make_model(), PlanContext(sample=HOST.make_data()[0]))
-    said = "its forward draws from Python's random or NumPy, which are keyed by shard and not by block"
-    assert [str(problem) for problem in problems] == [f"model: cannot be cut into stages: {said}. Use strategy=fsdp."]
+    reason = "its forward draws from Python's random or NumPy, which are keyed by shard and not by block"
+    assert [str(problem) for problem in problems] == [f"model: cannot be cut into stages: {reason}. Use strategy=fsdp."]
 
 
 def test_a_pipeline_refuses_an_objective_with_a_loss_of_its_own() -> None:
@@ -184,7 +184,7 @@ def ended(folder: Path, *overrides: str) -> tuple[str, float]:
     return result["weights_sha256"], result["metrics"]["val/loss"]
 
 
-@pytest.mark.parametrize("name", [*UNTIDY, *(pytest.param(one, marks=pytest.mark.long) for one in LONG)])
+@pytest.mark.parametrize("name", [*UNTIDY, *(pytest.param(name, marks=pytest.mark.long) for name in LONG)])
 @pytest.mark.slow
 def test_two_runs_of_one_command_end_in_the_same_bits(name: str, tmp_path: Path) -> None:
     command = (UNTIDY | LONG)[name]
@@ -226,13 +226,13 @@ def tensors_of(place: Place, case: Case) -> dict[str, Tensor]:
     """The tensors of a rank before the first step; those of sharded parameters are its parts."""
     executor = _Rank(place, case).setup(0)
     model = executor.local.model
-    found = {
-        name: local_part(one).detach().clone()
-        for name, one in [*model.named_parameters(), *model.named_buffers()]
-        if not one.is_meta
+    tensors = {
+        name: local_part(tensor).detach().clone()
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]
+        if not tensor.is_meta
     }
     executor.close()
-    return found
+    return tensors
 
 
 BEGINNINGS: list[tuple[str, dict[str, Any], list[tuple[int, ...]]]] = [
@@ -255,11 +255,11 @@ def test_ranks_begin_with_the_same_numbers(
     case = Case(build=Unseeded, strategy=strategy, settings=settings, precision=precision)
     sizes = [settings.get(axis, 1) for axis in ("replicas", "degree", "replicate", "shard", "tensor", "stages")]
     ranks = pool.run(f"{__name__}.tensors_of", case, num_ranks=math.prod(sizes))
-    for found in ranks[1:]:
-        assert torch.equal(found["saved"], ranks[0]["saved"])
-        assert torch.equal(found["table"], ranks[0]["table"])
-    for one, other in alike:
-        torch.testing.assert_close(ranks[one], ranks[other], rtol=0, atol=0)
+    for tensors in ranks[1:]:
+        assert torch.equal(tensors["saved"], ranks[0]["saved"])
+        assert torch.equal(tensors["table"], ranks[0]["table"])
+    for first, second in alike:
+        torch.testing.assert_close(ranks[first], ranks[second], rtol=0, atol=0)
     if settings.keys() & {"degree", "tensor"}:  # the second bias is whole along this axis: ranks 0 and 1, 2 and 3
         assert torch.equal(ranks[0]["2.bias"], ranks[1]["2.bias"])
         assert torch.equal(ranks[2]["2.bias"], ranks[3]["2.bias"])

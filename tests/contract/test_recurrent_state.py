@@ -42,9 +42,9 @@ def by_hand() -> dict[str, torch.Tensor]:
     model, data = Reader().double(), Columns("train")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     for step in range(7):
-        batch = [data[place] for place in range(step % 4 * 8, min(step % 4 * 8 + 8, 29))]
-        columns, targets = (torch.tensor([one[key] for one in batch]) for key in ("column", "target"))
-        scores = model(torch.stack([one["input"] for one in batch]).double(), columns)
+        batch = [data[index] for index in range(step % 4 * 8, min(step % 4 * 8 + 8, 29))]
+        columns, targets = (torch.tensor([sample[key] for sample in batch]) for key in ("column", "target"))
+        scores = model(torch.stack([sample["input"] for sample in batch]).double(), columns)
         optimizer.zero_grad()
         functional.cross_entropy(scores, targets).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
@@ -54,25 +54,25 @@ def by_hand() -> dict[str, torch.Tensor]:
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_declared_state_equals_that_of_a_loop_by_hand(strategy: str, tmp_path: Path) -> None:
-    found, expected = weights(run(tmp_path / "run", *SAME, "batch.micro_size=3", *STRATEGIES[strategy])), by_hand()
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-15)
+    actual, expected = weights(run(tmp_path / "run", *SAME, "batch.micro_size=3", *STRATEGIES[strategy])), by_hand()
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-15)
 
 
 @pytest.mark.slow
 def test_a_resumed_run_goes_on_with_the_state(tmp_path: Path) -> None:
-    whole = run(tmp_path / "whole", *SAME, "batch.micro_size=2")
+    undisturbed = run(tmp_path / "whole", *SAME, "batch.micro_size=2")
     run(tmp_path / "part", *SAME, "batch.micro_size=2", "stop_at_step=3")
     resumed = run(tmp_path / "resumed", *SAME, "batch.micro_size=2", f"resume={tmp_path / 'part'}")
-    assert resumed["weights_sha256"] == whole["weights_sha256"]
+    assert resumed["weights_sha256"] == undisturbed["weights_sha256"]
 
 
 @pytest.mark.slow
 def test_local_sgd_adds_up_the_state_of_its_replicas(tmp_path: Path) -> None:
     local = ("strategy=local_sgd", "strategy.replicas=2", "strategy.average_every=2", "steps=2", "optimizer.lr=1e-30")
-    found = weights(run(tmp_path / "run", *SAME, "batch.micro_size=2", *local))
+    state = weights(run(tmp_path / "run", *SAME, "batch.micro_size=2", *local))
     expected = weights(run(tmp_path / "one", *SAME, "steps=2", "optimizer.lr=1e-30"))
-    assert found["memory.seen"].tolist() == [2] * 8
-    assert torch.allclose(found["memory.hidden"], expected["memory.hidden"], rtol=1e-12)
+    assert state["memory.seen"].tolist() == [2] * 8
+    assert torch.allclose(state["memory.hidden"], expected["memory.hidden"], rtol=1e-12)
 
 
 @pytest.mark.parametrize("strategy", ["strategy=one_device", "strategy=mirrored"])
@@ -84,39 +84,31 @@ def test_state_that_is_not_declared_is_refused_by_name(strategy: str, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("settings", "number", "said"),
+    ("settings", "number", "text"),
     [
         (("data.columns=6",), 2, "two shards of one of the first steps write the same index of it"),
         (("strategy=central_storage", "strategy.mode=async"), 1, "strategy.mode=async: "),
     ],
 )
 def test_state_that_two_shards_write_or_whose_steps_overlap_is_refused(
-    settings: tuple[str, ...], number: int, said: str, tmp_path: Path
+    settings: tuple[str, ...], number: int, text: str, tmp_path: Path
 ) -> None:
     problems = refused(run, tmp_path / "run", *SAME, "batch.micro_size=4", *settings)
     assert len(problems) == number
-    assert said in problems[0]
+    assert text in problems[0]
 
 
-@pytest.mark.parametrize(("declared", "said"), [({"hiden": 1}, "no buffer of this name"), ({"hidden": 3}, "(2, 8, 4)")])
-def test_a_declaration_that_does_not_fit_is_refused(declared: dict[str, int], said: str) -> None:
+@pytest.mark.parametrize(("declared", "text"), [({"hiden": 1}, "no buffer of this name"), ({"hidden": 3}, "(2, 8, 4)")])
+def test_a_declaration_that_does_not_fit_is_refused(declared: dict[str, int], text: str) -> None:
     model = Reader().memory
     model.sample_dims = declared  # type: ignore[misc, assignment]
-    assert said in refused(sample_dims_of, model)[0]
+    assert text in refused(sample_dims_of, model)[0]
 
 
 @pytest.mark.slow
 def test_prove_compares_declared_state_with_a_plain_loop(capsys: pytest.CaptureFixture[str]) -> None:
-    proof = [
-        "prove",
-        "--config-dir",
-        str(CONF),
-        "--allow-package",
-        "tests",
-        *SAME,
-        "batch.micro_size=4",
-        "precision=fp64",
-    ]
+    proof = ["prove", "--config-dir", str(CONF), "--allow-package", "tests", *SAME, "batch.micro_size=4"]
+    proof.append("precision=fp64")
     assert main([*proof, "--steps", "3", "strategy=mirrored", "strategy.replicas=2"]) == 0
     assert main([*proof, "--steps", "3", "strategy=mirrored", "strategy.replicas=2", "model.declares=false"]) == 2
     assert "write different indices of its dim 1" in capsys.readouterr().err

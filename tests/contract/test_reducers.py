@@ -93,37 +93,37 @@ def test_powersgd_of_the_gradients_own_rank_loses_nothing(pool: Pool) -> None:
 
 @pytest.mark.parametrize("kind", ["bf16", "fp16"])
 def test_buckets_change_nothing(kind: str, pool: Pool) -> None:
-    whole = train(pool, compressed(BASE, compression=kind))[0].weights
+    expected = train(pool, compressed(BASE, compression=kind))[0].weights
     parts = train(pool, compressed(BASE, compression=kind, bucket_mb=1e-4))[0].weights
-    assert all(torch.equal(tensor, whole[name]) for name, tensor in parts.items())
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in parts.items())
 
 
 def sums_of(place: Place, kind: Any) -> list[list[float]]:
     """Two gradients of 1.0001, then what is no gradient."""
     packing = FlatBuffer([torch.Size([1]), torch.Size([])] + [torch.Size([1])] * 2, torch.float32, CPU, num_grads=2)
     reducer = BackendReducer(compressor=Compressor(kind, powersgd_after=2))
-    own = [torch.full(shape, 1.0001) for shape in packing.shapes]
+    grads = [torch.full(shape, 1.0001) for shape in packing.shapes]
     for _ in range(3):
         reducer.begin(packing, num_shards=place.num_ranks)
-        reducer.add(0, own)
+        reducer.add(0, grads)
         sums = reducer.finish()
-    return [one.tolist() for one in sums if one is not None]
+    return [total.tolist() for total in sums if total is not None]
 
 
 @pytest.mark.parametrize(("kind", "expected"), [("bf16", 2.0), ("fp16", 2.0), ("powersgd", 2.0002)])
 def test_buffers_and_counted_weights_are_never_compressed(kind: str, expected: float, pool: Pool) -> None:
-    for found in pool.run("tests.contract.test_reducers.sums_of", kind, num_ranks=2, group=True):
-        assert found == [[pytest.approx(expected)], pytest.approx(expected), *([[pytest.approx(2.0002)]] * 2)]
+    for sums in pool.run("tests.contract.test_reducers.sums_of", kind, num_ranks=2, group=True):
+        assert sums == [[pytest.approx(expected)], pytest.approx(expected), *([[pytest.approx(2.0002)]] * 2)]
 
 
 def wire_bytes(place: Place, kind: Any) -> list[int]:
     """Bytes of every all-reduce of three steps over a matrix of 64 x 64 and a vector of 64."""
     sizes: list[int] = []
-    whole = dist.all_reduce
+    all_reduce = dist.all_reduce
 
     def count(tensor: Tensor, *args: Any, **options: Any) -> Any:
         sizes.append(tensor.numel() * tensor.element_size())
-        return whole(tensor, *args, **options)
+        return all_reduce(tensor, *args, **options)
 
     packing = FlatBuffer([torch.Size([64, 64]), torch.Size([64])], torch.float32, CPU)
     compressor = None if kind == "none" else Compressor(kind, powersgd_after=2)
@@ -131,12 +131,12 @@ def wire_bytes(place: Place, kind: Any) -> list[int]:
     dist.all_reduce = count
     try:
         for step in range(3):
-            own = [torch.full(shape, 1.0 + step) for shape in packing.shapes]
+            grads = [torch.full(shape, 1.0 + step) for shape in packing.shapes]
             reducer.begin(packing, num_shards=place.num_ranks)
-            reducer.add(0, own)
+            reducer.add(0, grads)
             reducer.finish()
     finally:
-        dist.all_reduce = whole
+        dist.all_reduce = all_reduce
     return sizes
 
 
@@ -159,14 +159,14 @@ def resumed(place: Place) -> dict[str, object]:
     rank = _Rank(place, compressed(BASE, compression="powersgd", powersgd_after=4))
     executor = rank.setup(0)
     rank.steps(executor, 3)
-    kept = executor.state_dict_extra()
+    saved = executor.state_dict_extra()
     executor.load_state_extra({})
-    executor.load_state_extra(kept)
-    found = dict(executor.state_dict_extra())
+    executor.load_state_extra(saved)
+    extra = dict(executor.state_dict_extra())
     with pytest.raises(ValueError, match="other values than whole numbers"):
         executor.load_state_extra({"compressed_steps": [3]})
     executor.close()
-    return found
+    return extra
 
 
 def test_a_resumed_run_sends_no_whole_gradients_again(pool: Pool) -> None:
@@ -190,8 +190,8 @@ ALONE = ("strategy.replicas=1", "strategy.process_group=always")
 
 def digest(folder: Path, *overrides: str) -> str:
     """A hash of the weights that a run ends with."""
-    found = weights(run(folder, *RUN, *overrides))
-    return hashlib.sha256(b"".join(found[name].numpy().tobytes() for name in sorted(found))).hexdigest()
+    tensors = weights(run(folder, *RUN, *overrides))
+    return hashlib.sha256(b"".join(tensors[name].numpy().tobytes() for name in sorted(tensors))).hexdigest()
 
 
 @pytest.mark.parametrize(
@@ -199,7 +199,7 @@ def digest(folder: Path, *overrides: str) -> str:
     [
         "backend",
         "auto",
-        *(pytest.param(one, marks=pytest.mark.long) for one in ("ring", "hierarchical", "to_one_device")),
+        *(pytest.param(reduce, marks=pytest.mark.long) for reduce in ("ring", "hierarchical", "to_one_device")),
     ],
 )
 @pytest.mark.slow

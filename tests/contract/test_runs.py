@@ -39,9 +39,9 @@ POINTS = ("model=net", "data=points", "batch.global_size=16", "batch.micro_size=
 
 def points_oracle(**settings: Any) -> reference.Trained:
     data = zoo.Points()
-    known: dict[str, Any] = {"model": zoo.Net(), "optimizer": reference.sgd(), "rate": lambda _: 0.1, "num_steps": 9}
+    fixed: dict[str, Any] = {"model": zoo.Net(), "optimizer": reference.sgd(), "rate": lambda _: 0.1, "num_steps": 9}
     samples = [data[index] for index in range(37)]
-    return reference.train(samples=samples, loss_sum=zoo.classes_sum, global_size=16, seed=3, **(known | settings))
+    return reference.train(samples=samples, loss_sum=zoo.classes_sum, global_size=16, seed=3, **(fixed | settings))
 
 
 def read(folder: Path) -> list[int]:
@@ -82,12 +82,12 @@ def test_a_run_continued_in_the_middle_of_an_epoch_reads_on_and_ends_in_the_same
              "optimizer=adamw", "epochs=3", "data=recorded")  # fmt: skip
     for name in ("whole", "parts"):
         (tmp_path / name).mkdir()
-    whole = run(tmp_path / "a", *fixed, f"data.folder={tmp_path / 'whole'}")
+    undisturbed = run(tmp_path / "a", *fixed, f"data.folder={tmp_path / 'whole'}")
     parts = (*fixed, f"data.folder={tmp_path / 'parts'}")
     first = run(tmp_path / "b", *parts, "stop_at_step=4")
     assert (first["status"], first["steps"]) == ("stopped", 4)
     second = run(tmp_path / "b", *parts, "resume=auto")
-    assert second["weights_sha256"] == whole["weights_sha256"]
+    assert second["weights_sha256"] == undisturbed["weights_sha256"]
     orders = [index for epoch in range(3) for index in reference.order(37, seed=3, epoch=epoch)]
     # four steps: an epoch of 37 and a batch of 16
     assert read(tmp_path / "parts")[-58:] == orders[-58:]
@@ -115,20 +115,20 @@ def val_loss(model: nn.Module) -> float:
 
 def test_evaluation_draws_no_dropout_and_leaves_batch_statistics_alone(tmp_path: Path) -> None:
     model = ("model=net", "model.dropout=0.5", "model.norm=true")
-    done = run(tmp_path, *POINTS[1:], *model, "optimizer=sgd", "optimizer.lr=1e-300", "steps=3", "eval.every_steps=1")
+    result = run(tmp_path, *POINTS[1:], *model, "optimizer=sgd", "optimizer.lr=1e-300", "steps=3", "eval.every_steps=1")
     expected = points_oracle(model=zoo.Net(norm=True), rate=lambda _: 0.0, num_steps=3, micro_size=5).model.eval()
-    assert done["metrics"]["val/loss"] == pytest.approx(val_loss(expected), rel=1e-12)
+    assert result["metrics"]["val/loss"] == pytest.approx(val_loss(expected), rel=1e-12)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_model_is_trained_in_training_mode_from_the_first_step(frozen: bool, tmp_path: Path) -> None:
     model = ("model=null", "model._target_=tests.support.zoo.Modes", f"model.frozen={str(frozen).lower()}")
-    done = run(tmp_path, *POINTS[1:], *model, "optimizer=sgd", "optimizer.lr=0.1", "schedule=constant", "steps=3",
+    result = run(tmp_path, *POINTS[1:], *model, "optimizer=sgd", "optimizer.lr=0.1", "schedule=constant", "steps=3",
                "eval.every_steps=2", "average=swa", "eval.batch_size=16")  # fmt: skip
     expected = points_oracle(model=zoo.Modes(frozen=frozen), num_steps=3, micro_size=5)
-    assert reference.differences(weights(done), expected) == []
-    counted = load(Path(done["last"])).tensors["optimizer/average/1.running_mean"]
+    assert reference.differences(weights(result), expected) == []
+    counted = load(Path(result["last"])).tensors["optimizer/average/1.running_mean"]
     assert bool((counted == 0.5).all()) is frozen  # frozen statistics are not counted again
 
 
@@ -139,26 +139,26 @@ def test_synchronised_batch_statistics_are_refused_for_several_copies(tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("place", "of_layer"),
+    ("setting", "of_layer"),
     [("strategy=fsdp", False), ("strategy=parameter_server", False), ("compile.mode=default", False),
      ("strategy=pipeline", True)],
 )  # fmt: skip
-def test_a_hook_on_a_gradient_that_a_run_does_not_call_is_refused(place: str, of_layer: bool, tmp_path: Path) -> None:
+def test_a_hook_on_a_gradient_that_a_run_does_not_call_is_refused(setting: str, of_layer: bool, tmp_path: Path) -> None:
     model = ("model=null", "model._target_=tests.support.zoo.Hooked", f"model.of_layer={str(of_layer).lower()}")
     with pytest.raises(ConfigError, match=r"model: (0.weight|2) has a (hook on its gradient|backward hook), which"):
-        run(tmp_path, *model, *POINTS[1:], place)
+        run(tmp_path, *model, *POINTS[1:], setting)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", [("strategy=mirrored", "strategy.replicas=2"), ("strategy=central_storage",)])
+@pytest.mark.parametrize("strategy", [("strategy=mirrored", "strategy.replicas=2"), ("strategy=central_storage",)])
 def test_a_weight_that_a_forward_pass_changes_is_refused_for_several_copies(
-    place: tuple[str, ...], tmp_path: Path
+    strategy: tuple[str, ...], tmp_path: Path
 ) -> None:
     model = "model={_target_: torch.nn.Embedding, num_embeddings: 11, embedding_dim: 11, max_norm: 1.0}"
     fixed = (model, "data=sentences", "objective=language_modelling", "optimizer=sgd", "batch.global_size=8", "steps=1")
     assert run(tmp_path / "one", *fixed)["steps"] == 1
     with pytest.raises(ConfigError, match=r"model: Embedding\(11, 11, max_norm=1.0\) changes its weight"):
-        run(tmp_path / "run", *fixed, *place)
+        run(tmp_path / "run", *fixed, *strategy)
 
 
 @pytest.mark.slow
@@ -219,7 +219,7 @@ def averages(result: dict[str, Any]) -> dict[str, Tensor]:
 def assert_counted(model: nn.Module) -> None:
     """Hold the batch statistics of a model to what torch counts over the training data."""
     data, counted = zoo.Points().inputs.double(), copy.deepcopy(model)
-    update_bn([data[at : at + 8] for at in range(0, len(data), 8)], counted)
+    update_bn([data[start : start + 8] for start in range(0, len(data), 8)], counted)
     torch.testing.assert_close(model.state_dict(), counted.state_dict(), rtol=1e-12, atol=1e-14)
 
 
@@ -334,24 +334,24 @@ def test_an_evaluator_beside_the_training_finds_the_same_figures(points: tuple[s
 
 
 @pytest.mark.parametrize(
-    "place",
-    [pytest.param(place, marks=() if place == "central_storage" else pytest.mark.long) for place in PLACES],
+    "strategy",
+    [pytest.param(strategy, marks=() if strategy == "central_storage" else pytest.mark.long) for strategy in PLACES],
 )
 @pytest.mark.slow
-def test_an_average_of_any_strategy_is_that_of_one_device_stopped_and_resumed(place: str, tmp_path: Path) -> None:
-    whole = run(tmp_path / "whole", *AVERAGED)
-    run(tmp_path / "run", *AVERAGED, *PLACES[place], "stop_at_step=4")
-    result = run(tmp_path / "resumed", *AVERAGED, *PLACES[place], f"resume={tmp_path}/run")
-    assert result["metrics"] == pytest.approx(whole["metrics"], rel=1e-12)
-    torch.testing.assert_close(averages(result), averages(whole), rtol=1e-12, atol=1e-14)
-    torch.testing.assert_close(weights(result), weights(whole), rtol=1e-12, atol=1e-14)
+def test_an_average_of_any_strategy_is_that_of_one_device_stopped_and_resumed(strategy: str, tmp_path: Path) -> None:
+    expected = run(tmp_path / "whole", *AVERAGED)
+    run(tmp_path / "run", *AVERAGED, *PLACES[strategy], "stop_at_step=4")
+    result = run(tmp_path / "resumed", *AVERAGED, *PLACES[strategy], f"resume={tmp_path}/run")
+    assert result["metrics"] == pytest.approx(expected["metrics"], rel=1e-12)
+    torch.testing.assert_close(averages(result), averages(expected), rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(weights(result), weights(expected), rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.slow
 def test_averaged_weights_are_exported_by_choice(tmp_path: Path) -> None:
     result = run(tmp_path / "run", *AVERAGED)
-    written = load_file(tmp_path / "run/model/average/model.safetensors")
-    assert all(torch.equal(written[name], tensor) for name, tensor in averages(result).items())
+    exported = load_file(tmp_path / "run/model/average/model.safetensors")
+    assert all(torch.equal(exported[name], tensor) for name, tensor in averages(result).items())
     model = trainkit.load(tmp_path / "run/model/average")
     assert torch.equal(model.state_dict()["0.weight"], averages(result)["0.weight"])
     run(tmp_path / "other", *AVERAGED, "average.export=false")
@@ -374,29 +374,31 @@ def test_counting_batch_statistics_changes_no_other_buffer(tmp_path: Path) -> No
     assert int(weights(run(tmp_path / "run", *stepped, "stop_at_step=4"))["steps"]) == 4  # which a resume continues
 
 
-@pytest.mark.parametrize("place", [(), pytest.param(PLACES["mirrored"], marks=pytest.mark.long)], ids=["one", "two"])
+@pytest.mark.parametrize("strategy", [(), pytest.param(PLACES["mirrored"], marks=pytest.mark.long)], ids=["one", "two"])
 @pytest.mark.slow
 def test_batch_statistics_are_counted_over_a_whole_stream_which_then_resumes_where_it_was(
-    place: tuple[str, ...], tmp_path: Path
+    strategy: tuple[str, ...], tmp_path: Path
 ) -> None:
-    stream = (*SWA, "average.start_step=1", "data={_target_: tests.support.own_data.SavedPointStream}", *place)
+    stream = (*SWA, "average.start_step=1", "data={_target_: tests.support.own_data.SavedPointStream}", *strategy)
     stopped = run(tmp_path / "run", *stream, "stop_at_step=4")
     model = trainkit.load(stopped["last"])
     model.load_state_dict({**model.state_dict(), **averages(stopped)})
     assert_counted(model)
-    whole = run(tmp_path / "whole", *stream)
-    assert run(tmp_path / "run", *stream, "resume=auto")["weights_sha256"] == whole["weights_sha256"]
+    undisturbed = run(tmp_path / "whole", *stream)
+    assert run(tmp_path / "run", *stream, "resume=auto")["weights_sha256"] == undisturbed["weights_sha256"]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("place", ["mirrored", "parameter_server"])
-def test_counted_batch_statistics_of_any_strategy_are_those_of_one_device(place: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("strategy", ["mirrored", "parameter_server"])
+def test_counted_batch_statistics_of_any_strategy_are_those_of_one_device(strategy: str, tmp_path: Path) -> None:
     run(tmp_path / "whole", *SWA)
-    run(tmp_path / "run", *SWA, *PLACES[place])
-    bits = [run(tmp_path / f"{len(at)}", *SWA, *at, "numerics.reproducible=true") for at in ((), PLACES[place])]
+    run(tmp_path / "run", *SWA, *PLACES[strategy])
+    bits = [
+        run(tmp_path / f"{len(keys)}", *SWA, *keys, "numerics.reproducible=true") for keys in ((), PLACES[strategy])
+    ]
     assert all(tensor.equal(averages(bits[1])[name]) for name, tensor in averages(bits[0]).items())
-    whole, found = (load_file(tmp_path / name / "model/average/model.safetensors") for name in ("whole", "run"))
-    torch.testing.assert_close(found, whole, rtol=1e-12, atol=1e-14)
+    expected, actual = (load_file(tmp_path / name / "model/average/model.safetensors") for name in ("whole", "run"))
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-14)
 
 
 LOCAL = ("strategy=local_sgd", "strategy.replicas=2", "strategy.average_every=2")
@@ -414,4 +416,4 @@ def test_an_average_that_cannot_be_kept_is_refused(
 ) -> None:
     points = AVERAGED[:-2] if "average=swa" in settings else AVERAGED
     problems = refused(run, tmp_path / "run", *points, *settings)
-    assert any(one.startswith(f"{key}: ") and word in one for one in problems)
+    assert any(problem.startswith(f"{key}: ") and word in problem for problem in problems)

@@ -96,9 +96,9 @@ def two_shards(
 def test_masks_gradients_and_names_are_those_of_the_model_as_it_is(
     shaping: ModelTransforms, compiles: Literal["model", "blocks"]
 ) -> None:
-    (expected, names), (found, others) = two_shards(ModelTransforms()), two_shards(shaping, compiles)
-    assert names == others
-    assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
+    (expected, names), (actual, other_names) = two_shards(ModelTransforms()), two_shards(shaping, compiles)
+    assert names == other_names
+    assert all(torch.equal(*pair) for pair in zip(expected, actual, strict=True))
 
 
 class Nested(nn.Module):
@@ -114,7 +114,7 @@ class Nested(nn.Module):
 
 
 def test_blocks_inside_a_recomputed_one_draw_the_masks_of_their_shard() -> None:
-    found = []
+    results = []
     for shaping in (ModelTransforms(), FULL):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
@@ -126,49 +126,49 @@ def test_blocks_inside_a_recomputed_one_draw_the_masks_of_their_shard() -> None:
             outputs.append(model(inputs))
         for output in outputs:
             output.square().sum().backward()
-        found.append([*outputs, *(param.grad for param in model.parameters())])
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+        results.append([*outputs, *(param.grad for param in model.parameters())])
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
 
 
 def kept_bytes(shaping: ModelTransforms) -> int:
     """What backward is kept for, parameters apart."""
     model = apply_transforms(gpt(), shaping)
-    own, kept = {param.untyped_storage().data_ptr() for param in model.parameters()}, {}
+    param_pointers, sizes = {param.untyped_storage().data_ptr() for param in model.parameters()}, {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = storage.nbytes()
-        held.append(tensor)  # so that no two of them have one address
+        if storage.data_ptr() not in param_pointers:
+            sizes[storage.data_ptr()] = storage.nbytes()
+        tensors.append(tensor)  # so that no two of them have one address
         return tensor
 
-    held: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         model(TOKENS)
-    return sum(kept.values())
+    return sum(sizes.values())
 
 
 def test_recomputing_keeps_the_inputs_of_blocks_alone() -> None:
-    whole, every, half = (kept_bytes(ModelTransforms(recompute=asked)) for asked in ("none", "full", 2))
+    none, full, half = (kept_bytes(ModelTransforms(recompute=recompute)) for recompute in ("none", "full", 2))
     block = 2 * 8 * 8 * 4  # samples x length x width of float32
-    assert every < half < whole
-    assert whole - every > 3 * 10 * block  # what each of three blocks makes is ten times its input and more
+    assert full < half < none
+    assert none - full > 3 * 10 * block  # what each of three blocks makes is ten times its input and more
 
 
 @pytest.mark.slow
 def test_a_recomputation_leaves_batch_statistics_as_it_found_them() -> None:
     images = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))
-    found = []
+    states = []
     for shaping in (ModelTransforms(), FULL, SELECTIVE):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             model = apply_transforms(ResNet(depth=18, num_classes=3), shaping)
         for _ in range(2):
             model(images).sum().backward()
-        found.append({**dict(model.named_buffers()), **{name: p.grad for name, p in model.named_parameters()}})
-    for name, tensor in found[0].items():
-        assert all(torch.equal(present(tensor), present(one[name])) for one in found)
-    assert {int(present(tensor)) for name, tensor in found[1].items() if name.endswith("num_batches_tracked")} == {2}
+        states.append({**dict(model.named_buffers()), **{name: p.grad for name, p in model.named_parameters()}})
+    for name, tensor in states[0].items():
+        assert all(torch.equal(present(tensor), present(state[name])) for state in states)
+    assert {int(present(tensor)) for name, tensor in states[1].items() if name.endswith("num_batches_tracked")} == {2}
 
 
 class CountingBuffer(nn.Module):
@@ -196,9 +196,9 @@ def test_a_recomputation_begins_with_the_buffers_of_the_first_computation() -> N
     inputs = torch.ones(1, 2, requires_grad=True)
     first, second = model(inputs), model(inputs)
     assert float(second.detach().sum() / first.detach().sum()) == 2.0
-    (grad,) = torch.autograd.grad(second.sum(), inputs)
-    (other,) = torch.autograd.grad(first.sum(), inputs)
-    assert torch.equal(grad, 2 * other)
+    (second_grad,) = torch.autograd.grad(second.sum(), inputs)
+    (first_grad,) = torch.autograd.grad(first.sum(), inputs)
+    assert torch.equal(second_grad, 2 * first_grad)
     assert float(inner.count) == 2.0
 
 
@@ -215,9 +215,9 @@ def test_evaluation_and_a_copy_of_a_shaped_model_compute_the_same() -> None:
     expected = gpt().eval()(TOKENS)
     with torch.no_grad():
         assert torch.equal(model.eval()(TOKENS), expected)
-        other = copy.deepcopy(model)
+        duplicate = copy.deepcopy(model)
         next(model.parameters()).zero_()
-        assert torch.equal(other(TOKENS), expected)
+        assert torch.equal(duplicate(TOKENS), expected)
 
 
 def mlp() -> nn.Module:
@@ -285,10 +285,10 @@ def test_a_run_with_both_ends_in_the_bits_of_one_with_neither(tmp_path: Any) -> 
         "model.width=8", "model.dropout=0.2", "data=synthetic_tokens", "data.vocab_size=32", "data.context=8",
         "objective=language_modelling", "batch.global_size=16", "batch.micro_size=8", "steps=3",
     )  # fmt: skip
-    asked = ("activation_checkpointing=full", "compile.mode=default", "compile.backend=aot_eager")
-    one, other = run(tmp_path / "one", *fixed), run(tmp_path / "other", *fixed, *asked)
-    assert one["weights_sha256"] == other["weights_sha256"]
-    assert one["fingerprint"] == other["fingerprint"]
+    both = ("activation_checkpointing=full", "compile.mode=default", "compile.backend=aot_eager")
+    plain, transformed = run(tmp_path / "one", *fixed), run(tmp_path / "other", *fixed, *both)
+    assert plain["weights_sha256"] == transformed["weights_sha256"]
+    assert plain["fingerprint"] == transformed["fingerprint"]
 
 
 GPT = Case(task="gpt", global_size=8, micro_size=2, max_norm=0.05, num_steps=3)
@@ -339,8 +339,8 @@ def test_compiled_and_recomputed_blocks_train_as_the_reference_does(strategy: st
 def test_compiled_layers_that_are_cut_draw_the_masks_of_eager_ones(pool: Pool) -> None:
     settings = {"degree": 2, "replicas": 2}
     case = replace(GPT, strategy="tensor_parallel", settings=settings, model={"dropout": 0.3})
-    for eager, found in zip(train(pool, case), compiled(pool, replace(case, shaping=COMPILED)), strict=True):
-        torch.testing.assert_close(found, eager.weights, rtol=1e-10, atol=1e-14)
+    for eager, weights in zip(train(pool, case), compiled(pool, replace(case, shaping=COMPILED)), strict=True):
+        torch.testing.assert_close(weights, eager.weights, rtol=1e-10, atol=1e-14)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zero_bubble"])
@@ -362,15 +362,15 @@ def alive_after_forward(shaping: ModelTransforms) -> int:
     with Counting() as counting:
         outputs = model(TOKENS)
         gc.collect()
-        held = counting.bytes
+        num_bytes = counting.bytes
     del outputs
-    return held
+    return num_bytes
 
 
 @pytest.mark.slow
 def test_selective_keeps_less_than_none_and_more_than_full() -> None:
     none, selective, full = (
-        alive_after_forward(ModelTransforms(recompute=one)) for one in ("none", "selective", "full")
+        alive_after_forward(ModelTransforms(recompute=policy)) for policy in ("none", "selective", "full")
     )
     assert full < selective < none
     assert none - selective > 3 * 5 * 2 * 8 * 8 * 4  # of each of three blocks: norms, activations and their kin
@@ -411,8 +411,8 @@ def test_in_place_changes_cached_casts_and_split_backward_passes_keep_the_bits(
     make: Callable[[], nn.Module], settings: dict[str, bool]
 ) -> None:
     block = make()
-    expected, found = gradients(block, **settings, selective=False), gradients(block, **settings)
-    assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
+    expected, actual = gradients(block, **settings, selective=False), gradients(block, **settings)
+    assert all(torch.equal(*pair) for pair in zip(expected, actual, strict=True))
 
 
 def test_a_kept_result_is_not_computed_again() -> None:
@@ -440,9 +440,9 @@ class Fickle(nn.Module):
 
 def test_a_block_that_multiplies_otherwise_the_second_time_is_an_error() -> None:
     inputs = torch.ones(1, 4, requires_grad=True)
-    found = checkpoint(Fickle(), inputs, use_reentrant=False, context_fn=selective_contexts)
+    output = checkpoint(Fickle(), inputs, use_reentrant=False, context_fn=selective_contexts)
     with pytest.raises(TrainkitError, match="different matrix products when it is recomputed"):
-        found.sum().backward()
+        output.sum().backward()
 
 
 @pytest.mark.parametrize(
@@ -460,8 +460,8 @@ def test_a_block_that_multiplies_otherwise_the_second_time_is_an_error() -> None
 def test_weights_have_the_bits_of_a_training_that_keeps_all(settings: dict[str, Any], pool: Pool) -> None:
     case = replace(Case(task="gpt", global_size=8, micro_size=2, max_norm=0.05, num_steps=3), **settings)
     plain, spared = train(pool, case), train(pool, replace(case, shaping=SELECTIVE))
-    for one, other in zip(plain, spared, strict=True):
-        assert all(torch.equal(tensor, other.weights[name]) for name, tensor in one.weights.items())
+    for expected, rank in zip(plain, spared, strict=True):
+        assert all(torch.equal(tensor, rank.weights[name]) for name, tensor in expected.weights.items())
 
 
 CONVNET = Case(task="resnet", global_size=8, micro_size=4, num_steps=4, shaping=LAST)
@@ -477,12 +477,12 @@ def test_steps_are_those_of_the_contiguous_reference(strategy: str, pool: Pool) 
 
 def test_weights_and_features_have_their_channels_last() -> None:
     model = apply_transforms(zoo.small_resnet(), LAST)
-    seen: list[torch.Tensor] = []
+    features: list[torch.Tensor] = []
     blocks = model.get_submodule("blocks")
-    blocks.register_forward_hook(lambda _module, _inputs, output: seen.append(output))
+    blocks.register_forward_hook(lambda _module, _inputs, output: features.append(output))
     model(torch.ones(2, 3, 16, 16))
     weights = [module.weight for module in model.modules() if isinstance(module, nn.Conv2d)]
-    assert all(one.is_contiguous(memory_format=torch.channels_last) for one in [*weights, *seen])
+    assert all(tensor.is_contiguous(memory_format=torch.channels_last) for tensor in [*weights, *features])
 
 
 def test_weights_of_five_dims_stay_as_they_are() -> None:

@@ -113,18 +113,18 @@ def test_a_reproducible_run_makes_them_dense_and_keeps_its_bits(pool: Pool) -> N
 
 def test_momentum_of_sparse_gradients_is_saved_as_a_dense_tensor(pool: Pool) -> None:
     case = replace(Words(optimizer="sgd", micro_size=2), num_steps=4)
-    whole = train(pool, case)[0]
-    assert whole.state["optimizer/momentum_buffer/embed.weight"].layout is torch.strided
+    expected = train(pool, case)[0]
+    assert expected.state["optimizer/momentum_buffer/embed.weight"].layout is torch.strided
     parts = train(pool, replace(case, resume_at=2))[0]
-    torch.testing.assert_close(parts.weights["embed.weight"], whole.weights["embed.weight"], rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(parts.weights["embed.weight"], expected.weights["embed.weight"], rtol=1e-12, atol=1e-14)
 
 
 def test_what_is_spared_is_measured() -> None:
     grad = torch.sparse_coo_tensor(torch.tensor([[3, 3, 7]]), torch.ones(3, 4), (100, 4))
-    total, sent = gather_sparse(grad, torch.zeros(100, 4), sparse_dim=1, collective=LocalCollective())
+    total, sent_bytes = gather_sparse(grad, torch.zeros(100, 4), sparse_dim=1, collective=LocalCollective())
     assert total.coalesce().indices().tolist() == [[3, 7]]
-    assert sent == 2 * (4 + 4 * 4)  # an index of 4 bytes and 4 floats a row
-    figures = sparse_figures({0: total}, sent, num_ranks=2)
+    assert sent_bytes == 2 * (4 + 4 * 4)  # an index of 4 bytes and 4 floats a row
+    figures = sparse_figures({0: total}, sent_bytes, num_ranks=2)
     assert figures == {"sparse_density": 0.02, "sparse_saved_mb": (100 * 4 * 4 - 40) / 2**20}
 
 
@@ -148,9 +148,9 @@ def figures_of(place: Place, case: Case) -> dict[str, float]:
 def test_a_step_says_how_dense_its_sparse_gradients_are_and_what_that_spares(pool: Pool) -> None:
     case = Words(strategy="mirrored", settings={"replicas": 2}, optimizer="plain_sgd", global_size=2, micro_size=1)
     words = {int(word) for index in reference.order(29, seed=3, epoch=0)[:2] for word in case.make_data()[index][0]}
-    for found in pool.run("tests.contract.test_updates.figures_of", case, num_ranks=2):
-        assert found["sparse_density"] == len(words) / zoo.TOKENS
-        assert found["sparse_saved_mb"] < zoo.TOKENS * 4 * 8 / 2**20
+    for figures in pool.run("tests.contract.test_updates.figures_of", case, num_ranks=2):
+        assert figures["sparse_density"] == len(words) / zoo.TOKENS
+        assert figures["sparse_saved_mb"] < zoo.TOKENS * 4 * 8 / 2**20
 
 
 CENTRAL = Case(task="classes", global_size=16, micro_size=16)
@@ -178,12 +178,12 @@ def test_reproducible_runs_of_threads_have_the_bits_of_one_device(threads: int, 
     ids=["masters", "scaled", "random"],
 )
 def test_precision_randomness_and_resume_are_those_of_one_device(base: Case, pool: Pool) -> None:
-    (expected,), (found,) = train(pool, base), train(pool, central(base, 2))
-    assert found.scale == expected.scale
+    (expected,), (rank,) = train(pool, base), train(pool, central(base, 2))
+    assert rank.scale == expected.scale
     # the order of summation differs; what is summed was rounded to 8, 11 and 53 bits
     rtol = {"bf16": 2.0**-7, "fp16_mixed": 2.0**-10, "fp64": 1e-12}[base.precision]
     for name, tensor in expected.weights.items():
-        torch.testing.assert_close(found.weights[name], tensor, rtol=rtol, atol=rtol * float(tensor.abs().max()))
+        torch.testing.assert_close(rank.weights[name], tensor, rtol=rtol, atol=rtol * float(tensor.abs().max()))
 
 
 def own_memory(param: nn.Parameter, _device: torch.device, *, shares: bool) -> nn.Parameter:
@@ -216,22 +216,22 @@ def test_copies_elsewhere_get_what_is_not_trained_from_a_checkpoint(
 def test_a_gpu_and_the_cpu_compute_with_variables_of_the_cpu(pool: Pool) -> None:
     # adamw would turn the rounding of the bias before the norm, whose gradient is zero, into whole steps of it
     case = replace(CENTRAL, micro_size=4, model={"norm": True})
-    (found,) = train(pool, replace(case, strategy="central_storage", settings={"compute_devices": [0, "cpu"]}))
-    assert {tensor.device.type for tensor in found.state.values()} == {"cpu"}
-    assert reference.differences(found.weights, oracle(case)) == []
+    (rank,) = train(pool, replace(case, strategy="central_storage", settings={"compute_devices": [0, "cpu"]}))
+    assert {tensor.device.type for tensor in rank.state.values()} == {"cpu"}
+    assert reference.differences(rank.weights, oracle(case)) == []
 
 
 def test_every_compute_device_has_a_thread(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = set()
+    threads = set()
 
     def counted(work: ThreadWork, shard: int, batch: object) -> object:
-        seen.add((current_thread().name, work.replica.model))
+        threads.add((current_thread().name, work.replica.model))
         return ShardStep._shard(work, shard, batch)
 
     monkeypatch.setattr(ThreadWork, "_shard", counted)
     train(pool, central(replace(CENTRAL, micro_size=4, num_steps=1), 3))
-    assert len({model for _, model in seen}) == 3
-    assert {name.rpartition("_")[0] for name, _ in seen} == {"compute"}
+    assert len({model for _, model in threads}) == 3
+    assert {name.rpartition("_")[0] for name, _ in threads} == {"compute"}
 
 
 @pytest.mark.slow
@@ -239,10 +239,10 @@ def test_ending_it_ends_its_threads_and_gives_torch_its_own_back(tmp_path: Path)
     before = torch.get_num_threads()
     overrides = ("data=points", "model=net", "epochs=2", "batch.global_size=8", "batch.micro_size=2")
     expected = run(tmp_path / "one", *overrides)
-    found = run(tmp_path / "central", "strategy=central_storage", *overrides)
+    result = run(tmp_path / "central", "strategy=central_storage", *overrides)
     assert torch.get_num_threads() == before
-    assert found["metrics"]["val/loss"] == pytest.approx(expected["metrics"]["val/loss"], rel=1e-12)
-    torch.testing.assert_close(weights(found), weights(expected), rtol=1e-12, atol=1e-14)
+    assert result["metrics"]["val/loss"] == pytest.approx(expected["metrics"]["val/loss"], rel=1e-12)
+    torch.testing.assert_close(weights(result), weights(expected), rtol=1e-12, atol=1e-14)
 
 
 ASYNC = (
@@ -266,8 +266,8 @@ def applied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.slow
 def test_one_thread_that_updates_as_it_comes_is_one_device_to_the_bit(tmp_path: Path, applied: list[int]) -> None:
     expected = run(tmp_path / "one", *ASYNC[2:], "clip.max_norm=0.1")
-    found = run(tmp_path / "async", *ASYNC, "strategy.compute_devices=[cpu]", "clip.max_norm=0.1")
-    assert found["weights_sha256"] == expected["weights_sha256"]
+    result = run(tmp_path / "async", *ASYNC, "strategy.compute_devices=[cpu]", "clip.max_norm=0.1")
+    assert result["weights_sha256"] == expected["weights_sha256"]
     assert applied == list(range(30))
 
 
@@ -299,8 +299,8 @@ def test_steps_that_were_unfinished_at_a_checkpoint_are_repeated_after_a_resume(
 @pytest.mark.slow
 def test_each_threads_optimizer_continues_its_own_state(tmp_path: Path) -> None:
     ended = run(tmp_path / "run", *ASYNC, "strategy.compute_devices=[cpu,cpu]")
-    kept = load(Path(ended["last"])).tensors
-    counts = [float(kept[f"optimizer/{slot}/0.weight"]) for slot in ("step", "step@1")]
+    tensors = load(Path(ended["last"])).tensors
+    counts = [float(tensors[f"optimizer/{slot}/0.weight"]) for slot in ("step", "step@1")]
     assert sum(counts) == 30
     assert min(counts) > 0
 
@@ -319,11 +319,11 @@ def test_copies_that_start_from_one_state_have_slots_of_their_own() -> None:
 def test_overflows_of_asynchronous_threads_lower_one_loss_scale(threads: int, pool: Pool) -> None:
     base = replace(CENTRAL, precision="fp16_mixed", rate_scale=0.1, max_norm=0.1, initial_scale=2.0**24)
     expected, settings = alone(base), {"compute_devices": ["cpu"] * threads, "mode": "async"}
-    (found,) = train(pool, replace(base, strategy="central_storage", settings=settings))
-    assert found.scale < 2.0**24
-    equal = [key for key, tensor in expected.state.items() if torch.equal(tensor, found.state[key])]
-    assert threads > 1 or (found.scale, len(equal)) == (expected.scale, len(expected.state))
-    assert all(tensor.isfinite().all() for tensor in found.weights.values())
+    (rank,) = train(pool, replace(base, strategy="central_storage", settings=settings))
+    assert rank.scale < 2.0**24
+    equal = [key for key, tensor in expected.state.items() if torch.equal(tensor, rank.state[key])]
+    assert threads > 1 or (rank.scale, len(equal)) == (expected.scale, len(expected.state))
+    assert all(tensor.isfinite().all() for tensor in rank.weights.values())
 
 
 def test_variables_are_on_the_cpu_unless_one_device_computes_alone() -> None:
@@ -507,7 +507,7 @@ def test_with_slow_workers_and_spares_every_sample_is_used_once_an_epoch(
         assert sorted(index for span in spans for index in order.indices(*span).tolist()) == list(range(37))
     if mode == "duplicate":
         (undisturbed,) = train_in_threads(store, served(base, 5, 1))
-        assert [key for key, one in undisturbed.state.items() if not torch.equal(one, chief.state[key])] == []
+        assert [key for key, tensor in undisturbed.state.items() if not torch.equal(tensor, chief.state[key])] == []
 
 
 @pytest.mark.parametrize("devices", [1, 2])
@@ -529,33 +529,33 @@ def test_only_the_rows_that_are_looked_up_are_pulled_and_the_numbers_are_those_o
     pull = ParameterServerClient.pull
 
     def noted(servers: ParameterServerClient, into: Sequence[Tensor | None]) -> int:
-        pulled.append([one is None for one in into])
+        pulled.append([tensor is None for tensor in into])
         return pull(servers, into)
 
     monkeypatch.setattr(ParameterServerClient, "pull", noted)
     ranks = train_in_threads(store, served(case, workers, 2, mode=mode, devices_per_worker=devices))
     assert_close(ranks, alone(case))
-    assert {tuple(one) for one in pulled} == {(True, False, False)}
+    assert {tuple(flags) for flags in pulled} == {(True, False, False)}
 
 
 def test_numbers_that_travel_as_bfloat16_train_nearly_the_same(store: tuple[str, int]) -> None:
     case = replace(CLASSES, precision="fp32", rate_scale=0.1)
     expected = alone(case)
-    (found,) = train_in_threads(store, served(case, 2, 2, transfer="bf16"))
+    (rank,) = train_in_threads(store, served(case, 2, 2, transfer="bf16"))
     for name, tensor in expected.weights.items():
-        assert not torch.equal(found.weights[name], tensor)
-        torch.testing.assert_close(found.weights[name], tensor, rtol=2.0**-6, atol=2.0**-6 * float(tensor.abs().max()))
+        assert not torch.equal(rank.weights[name], tensor)
+        torch.testing.assert_close(rank.weights[name], tensor, rtol=2.0**-6, atol=2.0**-6 * float(tensor.abs().max()))
 
 
 @pytest.mark.parametrize(("mode", "workers"), [("sync", 3), ("async", 1)])
 def test_an_overflowed_step_is_tried_again_by_all(mode: str, workers: int, store: tuple[str, int]) -> None:
     case = replace(CLASSES, precision="fp16_mixed", rate_scale=0.1, max_norm=0.1, micro_size=8, initial_scale=2.0**24)
     expected = alone(case)
-    (found,) = train_in_threads(store, served(case, workers, 1, mode=mode))
-    assert found.scale == expected.scale < 2.0**24
+    (rank,) = train_in_threads(store, served(case, workers, 1, mode=mode))
+    assert rank.scale == expected.scale < 2.0**24
     rtol = 2.0**-10  # the same products of 11 bits; the order of summation differs
     for name, tensor in expected.weights.items():
-        torch.testing.assert_close(found.weights[name], tensor, rtol=rtol, atol=rtol * float(tensor.abs().max()))
+        torch.testing.assert_close(rank.weights[name], tensor, rtol=rtol, atol=rtol * float(tensor.abs().max()))
 
 
 def test_overflows_of_many_workers_lower_one_loss_scale_and_each_step_is_used_once(
@@ -563,11 +563,11 @@ def test_overflows_of_many_workers_lower_one_loss_scale_and_each_step_is_used_on
 ) -> None:
     case = replace(CLASSES, precision="fp16_mixed", rate_scale=0.1, max_norm=0.1, num_steps=12, initial_scale=2.0**24)
     case = replace(case, folder=tmp_path, slowed={2: 0.05})
-    (found,) = train_in_threads(store, served(case, 3, 1, mode="async"))
+    (rank,) = train_in_threads(store, served(case, 3, 1, mode="async"))
     lines = list(read_record(tmp_path / "updates.jsonl"))
     assert sorted(part.ticket.step for line in lines for part in line.items) == list(range(12))
-    assert found.scale < 2.0**24
-    assert all(tensor.isfinite().all() for tensor in found.weights.values())
+    assert rank.scale < 2.0**24
+    assert all(tensor.isfinite().all() for tensor in rank.weights.values())
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
@@ -582,9 +582,9 @@ def test_a_step_that_is_not_finite_is_left_out_by_policy(
         return (inputs * torch.nan if 11 in indices else inputs), targets
 
     monkeypatch.setattr(stepping._Rank, "_batch", poisoned)
-    (found,) = train_in_threads(store, served(CLASSES, 2 if mode == "sync" else 1, 1, mode=mode))
-    assert all(tensor.isfinite().all() for tensor in found.weights.values())
-    torch.testing.assert_close(found.weights, alone(CLASSES).weights, rtol=1e-12, atol=1e-14)
+    (trained,) = train_in_threads(store, served(CLASSES, 2 if mode == "sync" else 1, 1, mode=mode))
+    assert all(tensor.isfinite().all() for tensor in trained.weights.values())
+    torch.testing.assert_close(trained.weights, alone(CLASSES).weights, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.slow
