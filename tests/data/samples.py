@@ -86,17 +86,17 @@ class Copied(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.copies = self.num_bytes = 0
-        self.beside: list[str] = []
+        self.async_devices: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Make a call, and count it."""
-        found = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten._to_copy.default and args[0].device.type == "cpu" != found.device.type:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and args[0].device.type == "cpu" != result.device.type:
             self.copies += 1
             self.num_bytes += args[0].nbytes
         if func is torch.ops.aten._to_copy.default and (kwargs or {}).get("non_blocking"):
-            self.beside.append(found.device.type)
-        return found
+            self.async_devices.append(result.device.type)
+        return result
 
 
 def make_loader(
@@ -127,9 +127,9 @@ def make_loader(
 
 def all_batches(loader: Loader, steps: range, shards: tuple[int, ...] = (0, 1)) -> list[list[int]]:
     """The samples of each step, by their first column; a last short step has fewer shards."""
-    found = []
+    samples = []
     for step in steps:
-        own = shards if step % 3 != 2 else tuple(shard for shard in shards if shard == 0)
-        found.append([int(value) for batch in loader.fetch(Ticket(step, own)) for value in batch[0].flatten()])
+        available = shards if step % 3 != 2 else tuple(shard for shard in shards if shard == 0)
+        samples.append([int(value) for batch in loader.fetch(Ticket(step, available)) for value in batch[0].flatten()])
     loader.close()
-    return found
+    return samples

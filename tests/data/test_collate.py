@@ -87,13 +87,13 @@ class Box:
 
 
 def test_tensors_of_dataclasses_and_mappings_are_moved_and_the_given_batch_stays() -> None:
-    given: list[Any] = [Box(torch.ones(2)), UserDict(x=torch.ones(3)), SimpleNamespace(x=torch.ones(4))]
-    box, mapping, other = to_device(given, torch.device("meta"))
+    batch: list[Any] = [Box(torch.ones(2)), UserDict(x=torch.ones(3)), SimpleNamespace(x=torch.ones(4))]
+    box, mapping, other = to_device(batch, torch.device("meta"))
     assert (type(box), box.corners.device.type, box.name) == (Box, "meta", "box")
     assert {name: part.device.type for name, part in mapping.items()} == {"x": "meta"}
-    assert given[0].corners.device.type == "cpu"
-    assert [*map(len, tensors_in(given))] == [2, 3]
-    assert [*immovable_in(given)] == [other]
+    assert batch[0].corners.device.type == "cpu"
+    assert [*map(len, tensors_in(batch))] == [2, 3]
+    assert [*immovable_in(batch)] == [other]
 
 
 def test_only_copies_to_a_device_are_asynchronous() -> None:
@@ -101,13 +101,13 @@ def test_only_copies_to_a_device_are_asynchronous() -> None:
         on_gpu = torch.ones(2, 2, device="cuda:0")
         to_device([on_gpu], CPU)
         Ensemble(members=[torch.nn.Linear(2, 2)], combine="outputs")(on_gpu)
-        assert not copied.beside  # the host would read numbers that have not arrived
+        assert not copied.async_devices  # the host would read numbers that have not arrived
         to_device([torch.ones(2)], torch.device("cuda:0"))
-    assert copied.beside == ["cuda"]
+    assert copied.async_devices == ["cuda"]
 
 
 @pytest.mark.parametrize(
-    ("samples", "said"),
+    ("samples", "text"),
     [
         (
             [(torch.zeros(2), 0), (torch.zeros(2), 0), (torch.zeros(3), 0)],
@@ -118,8 +118,8 @@ def test_only_copies_to_a_device_are_asynchronous() -> None:
     ],
     ids=["shape", "type", "keys"],
 )
-def test_a_sample_that_differs_is_named(samples: list[Any], said: str) -> None:
-    with pytest.raises(DataError, match=said):
+def test_a_sample_that_differs_is_named(samples: list[Any], text: str) -> None:
+    with pytest.raises(DataError, match=text):
         collate(samples, [11, 4, 8][: len(samples)])
 
 
@@ -159,17 +159,17 @@ def test_fields_of_dicts_are_dropped_kept_or_padded_and_a_wrong_name_is_refused(
         Dicts(drop=["ids"])(samples)
 
 
-def own(function: Any) -> DataHooks:
+def hooks_of(function: Any) -> DataHooks:
     return DataHooks(collate=UserCollate(function=function, name="mine.collate"))
 
 
 def test_a_collate_is_called_with_the_samples_of_one_shard() -> None:
-    loader = make_loader(Noisy(7), hooks=own(lambda samples: torch.stack([inputs for inputs, _ in samples])))
+    loader = make_loader(Noisy(7), hooks=hooks_of(lambda samples: torch.stack([inputs for inputs, _ in samples])))
     assert [len(batch) for batch in loader.fetch(Ticket(1, (0, 1)))] == [2, 1]
 
 
 @pytest.mark.parametrize(
-    ("function", "said"),
+    ("function", "text"),
     [
         (lambda samples: torch.stack([inputs for inputs, _ in samples[1:]]), "makes .* of the 4 samples 0, 1, 2, 3:"),
         (lambda samples: {"x": torch.zeros(4, 5), "y": torch.zeros(5)}, "makes .* of the 4 samples 0, 1, 2, 3:"),
@@ -178,14 +178,14 @@ def test_a_collate_is_called_with_the_samples_of_one_shard() -> None:
     ],
     ids=["tensor", "one field", "list", "fails"],
 )
-def test_a_collate_that_loses_a_sample_or_fails_is_named(function: Any, said: str) -> None:
-    with pytest.raises(DataError, match=rf"^data\.collate=mine\.collate {said}"):
-        own(function).collate_function([(torch.ones(5), 1)] * 4, range(4))
+def test_a_collate_that_loses_a_sample_or_fails_is_named(function: Any, text: str) -> None:
+    with pytest.raises(DataError, match=rf"^data\.collate=mine\.collate {text}"):
+        hooks_of(function).collate_function([(torch.ones(5), 1)] * 4, range(4))
 
 
 def test_batches_with_another_order_of_dims_and_without_tensors_are_taken() -> None:
     for batch in (torch.zeros(9, 4), {"length_first": torch.zeros(9, 4, 2), "y": torch.zeros(4)}, object()):
-        assert own(lambda _samples, batch=batch: batch).collate_function([0] * 4, range(4)) is batch
+        assert hooks_of(lambda _samples, batch=batch: batch).collate_function([0] * 4, range(4)) is batch
 
 
 @dataclass
@@ -327,17 +327,17 @@ def test_batches_of_every_source_go_through_the_ring_of_a_cuda_device(
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.parametrize(("dataset", "settings"), [*SOURCES.values(), (Squares(9), {"num_workers": 1})])
 def test_on_a_gpu_no_batch_waits_and_all_are_those_of_the_host(dataset: Any, settings: dict[str, Any]) -> None:
-    host, there = (make_loader(dataset, device=one, **settings) for one in (CPU, torch.device("cuda", 0)))
+    host, on_gpu = (make_loader(dataset, device=device, **settings) for device in (CPU, torch.device("cuda", 0)))
     for step in (0, 1, 3, 4, 6):  # step 3 begins an epoch
         torch.cuda.set_sync_debug_mode("error" if step else "default")
         try:
-            found = there.fetch(Ticket(step, (0, 1)))
+            batches = on_gpu.fetch(Ticket(step, (0, 1)))
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        for batch, wanted in zip(found, host.fetch(Ticket(step, (0, 1))), strict=True):
-            assert all(torch.equal(one.cpu(), other) for one, other in zip(batch, wanted, strict=True))
+        for batch, expected in zip(batches, host.fetch(Ticket(step, (0, 1))), strict=True):
+            assert all(torch.equal(part.cpu(), true) for part, true in zip(batch, expected, strict=True))
     host.close()
-    there.close()
+    on_gpu.close()
 
 
 def transforming(function: Any) -> Loader:
@@ -350,10 +350,10 @@ def noise(batch: Any) -> Any:
 
 
 def test_what_is_drawn_depends_on_step_and_shard_alone_and_a_retry_is_transformed_once() -> None:
-    whole = transforming(noise)
+    loader = transforming(noise)
     torch.manual_seed(3)
-    first = whole.fetch(Ticket(1, (0, 1)))
-    assert whole.fetch(Ticket(1, (0, 1))) is first
+    first = loader.fetch(Ticket(1, (0, 1)))
+    assert loader.fetch(Ticket(1, (0, 1))) is first
     assert torch.equal(torch.rand(3), torch.rand(3, generator=torch.Generator().manual_seed(3)))
     alone = transforming(noise).fetch(Ticket(1, (1,)))[0]
     assert torch.equal(alone[0], first[1][0])
@@ -396,16 +396,16 @@ def test_images_and_classes_are_mixed_in_the_same_shares(transform: Any) -> None
 @pytest.mark.parametrize("transform", [MixUp(num_classes=3), CutMix(num_classes=3), CropAndFlip()])
 def test_on_a_gpu_a_transform_does_not_wait_and_gives_the_batch_of_the_host(transform: Any) -> None:
     batch = (torch.rand(4, 2, 8, 8), torch.tensor([0, 1, 2, 0]))
-    there = tuple(part.to("cuda") for part in batch)
+    on_gpu = tuple(part.to("cuda") for part in batch)
     seed_host(3)
-    wanted = transform(batch)
+    expected = transform(batch)
     seed_host(3)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        found = transform(there)
+        actual = transform(on_gpu)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    torch.testing.assert_close([part.cpu() for part in found], list(wanted), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close([part.cpu() for part in actual], list(expected), rtol=1e-6, atol=1e-6)
 
 
 def test_masks_are_mixed_pixel_by_pixel_and_never_cut() -> None:
@@ -425,13 +425,13 @@ def test_each_image_is_shifted_by_up_to_the_padding_and_mirrored_on_its_own() ->
     images = torch.arange(60 * 2 * 5 * 7, dtype=torch.float32).view(60, 2, 5, 7) + 1
     np.random.seed(0)  # noqa: NPY002 - as the loader keys it
     moved, _ = CropAndFlip(padding=2)((images, torch.zeros(60)))
-    seen = []
+    shifts = []
     for image, big in zip(moved, torch.nn.functional.pad(images, [2] * 4), strict=True):
         for row, column, flips in itertools.product(range(5), range(5), (False, True)):
             if torch.equal(image.flip(-1) if flips else image, big[:, row : row + 5, column : column + 7]):
-                seen.append((row, column, flips))
-    assert len(seen) == 60
-    assert [sorted(set(drawn)) for drawn in zip(*seen, strict=True)] == [[*range(5)], [*range(5)], [False, True]]
+                shifts.append((row, column, flips))
+    assert len(shifts) == 60
+    assert [sorted(set(drawn)) for drawn in zip(*shifts, strict=True)] == [[*range(5)], [*range(5)], [False, True]]
 
 
 META = torch.device("meta")
@@ -461,9 +461,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for split in ("train", "val"):
         for name in ("a", "b"):
             (root / split / name).mkdir(parents=True)
-            for place in range(3):
-                pixels = numbers.randint(0, 256, (20 + place, 24, 3)).astype(np.uint8)
-                image.fromarray(pixels).save(root / split / name / f"{place}.png")
+            for index in range(3):
+                pixels = numbers.randint(0, 256, (20 + index, 24, 3)).astype(np.uint8)
+                image.fromarray(pixels).save(root / split / name / f"{index}.png")
     return root
 
 
@@ -495,8 +495,8 @@ def flat(batch: Any) -> list[Tensor]:
     return [batch] if isinstance(batch, Tensor) else list(batch)
 
 
-def are_equal(one: Any, other: Any) -> bool:
-    pairs = list(zip(flat(one), flat(other), strict=True))
+def are_equal(first: Any, second: Any) -> bool:
+    pairs = list(zip(flat(first), flat(second), strict=True))
     return all(a.dtype == b.dtype and a.is_contiguous() and torch.equal(a, b) for a, b in pairs)
 
 
@@ -507,14 +507,14 @@ def test_batches_of_training_and_evaluation_are_those_of_the_class(name: str, so
     loader = loader_of(dataset, READ_FROM[source])
     order = SampleOrder(num_samples=len(dataset), seed=7).indices(0, 0, 4).tolist()
     for shard, batch in enumerate(loader.fetch(Ticket(0, (0, 1)))):
-        places = order[2 * shard : 2 * shard + 2]
-        assert are_equal(batch, collate([dataset[place] for place in places], places))
+        indices = order[2 * shard : 2 * shard + 2]
+        assert are_equal(batch, collate([dataset[index] for index in indices], indices))
     loader.close()
     reading = Reading(device=CPU, settings=READ_FROM[source])
     batches = EvalBatches(dataset, reading, batch_size=3, rank=0, num_ranks=1)
-    found = [[part.clone() for part in flat(batch)] for batch in batches]
-    whole = collate([dataset[place] for place in range(len(dataset))], range(len(dataset)))
-    assert are_equal(tuple(map(torch.cat, zip(*found, strict=True))), whole)
+    copies = [[part.clone() for part in flat(batch)] for batch in batches]
+    expected = collate([dataset[index] for index in range(len(dataset))], range(len(dataset)))
+    assert are_equal(tuple(map(torch.cat, zip(*copies, strict=True))), expected)
 
 
 BYTES = {
@@ -553,21 +553,21 @@ def test_on_a_gpu_batches_have_the_bits_of_the_host(folder: Path) -> None:
     for name, make in DATASETS.items():
         dataset = make(folder)
         for settings in (READ_FROM["auto"], READ_FROM["single"]):
-            here, there = (loader_of(dataset, settings, device).fetch(Ticket(0, (0, 1))) for device in (CPU, cuda))
-            for one, other in zip(here, there, strict=True):
-                assert are_equal(one, tuple(part.cpu() for part in flat(other))), name
+            host, on_gpu = (loader_of(dataset, settings, device).fetch(Ticket(0, (0, 1))) for device in (CPU, cuda))
+            for batch, moved in zip(host, on_gpu, strict=True):
+                assert are_equal(batch, tuple(part.cpu() for part in flat(moved))), name
 
 
 def test_random_crops_are_drawn_as_before(folder: Path) -> None:
     dataset = ImageFolder(path=folder, split="train", **SMALL)  # type: ignore[arg-type]
-    here, workers = (loader_of(dataset, one) for one in (LoaderConfig(), LoaderConfig(num_workers=1)))
-    first, second = (one.fetch(Ticket(0, (0, 1))) for one in (here, workers))
+    direct, workers = (loader_of(dataset, config) for config in (LoaderConfig(), LoaderConfig(num_workers=1)))
+    first, second = (loader.fetch(Ticket(0, (0, 1))) for loader in (direct, workers))
     workers.close()
     hooks = DataHooks(collate=UserCollate(function=paired, name="paired"))
     plain = loader_of(dataset, LoaderConfig(), hooks=hooks)
-    for one, other, third in zip(first, second, plain.fetch(Ticket(0, (0, 1))), strict=True):
-        assert are_equal(one, other)
-        assert are_equal(one, third)
+    for batch, by_worker, collated in zip(first, second, plain.fetch(Ticket(0, (0, 1))), strict=True):
+        assert are_equal(batch, by_worker)
+        assert are_equal(batch, collated)
 
 
 def paired(samples: list[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:
@@ -591,7 +591,7 @@ def test_a_class_that_reads_otherwise_is_read_by_its_own_method() -> None:
     assert stored_of(dataset) is None
     (batch, _) = loader_of(dataset, LoaderConfig(cache=False)).fetch(Ticket(0, (0, 1)))
     order = SampleOrder(num_samples=len(dataset), seed=7).indices(0, 0, 2).tolist()
-    assert torch.equal(batch[0], torch.stack([dataset[place][0] for place in order]))
+    assert torch.equal(batch[0], torch.stack([dataset[index][0] for index in order]))
 
 
 class Wrong(Pictures):

@@ -128,9 +128,9 @@ def test_a_ramp_of_16_bits_is_the_ramp_of_8(folder: Path) -> None:
         content = ramp.astype(np.uint8) if number == 0 else ramp * 257
         image.fromarray(content).save(folder / "val" / "bird" / name)
     data = ImageFolder(path=folder, split="val", image_size=256, augment=False)
-    places = [place for place, file in enumerate(data._files) if Path(file).name in names]
-    assert len(places) == 4
-    assert all(torch.equal(data[place][0], data[places[0]][0]) for place in places)
+    indices = [index for index, file in enumerate(data._files) if Path(file).name in names]
+    assert len(indices) == 4
+    assert all(torch.equal(data[index][0], data[indices[0]][0]) for index in indices)
     assert "3 of 10 images have 16 bits per pixel, of which the higher 8 are read" in data.notes[-1]
 
 
@@ -160,11 +160,11 @@ def test_a_turned_picture_is_read_upright_unless_exif_is_ignored(folder: Path) -
 
 def test_what_is_left_out_of_a_folder_is_counted(folder: Path) -> None:
     train = folder / "train"
-    for place in (".ipynb_checkpoints", "bird/more/deep", "bird/.thumbs", "empty", "cat "):
-        (train / place).mkdir(parents=True)
-        image.new("RGB", (40, 60)).save(train / place / ".hidden.png")
-        if place not in ("empty", "cat "):
-            image.new("RGB", (40, 60)).save(train / place / "x.jfif", format="jpeg")
+    for name in (".ipynb_checkpoints", "bird/more/deep", "bird/.thumbs", "empty", "cat "):
+        (train / name).mkdir(parents=True)
+        image.new("RGB", (40, 60)).save(train / name / ".hidden.png")
+        if name not in ("empty", "cat "):
+            image.new("RGB", (40, 60)).save(train / name / "x.jfif", format="jpeg")
     (train / "list.csv").touch()
     data = ImageFolder(path=folder, split="train")
     assert data.classes == ("bird", "cat", "cat ", "empty")
@@ -203,10 +203,10 @@ def test_images_without_labels_are_prepared_as_in_validation(folder: Path) -> No
     for name in ("bird/.hidden.png", ".thumbs/a.png"):
         (folder / "val" / name).parent.mkdir(exist_ok=True)
         image.new("RGB", (9, 9)).save(folder / "val" / name)
-    found, labelled = ImageFiles(path=folder / "val", **SMALL), ImageFolder(split="val", path=folder, **SMALL)
-    assert found.ids == tuple(f"{name}/{place}.png" for name in ("bird", "cat") for place in range(3))
-    assert all(torch.equal(found[place], labelled[place][0]) for place in range(6))
-    assert found.notes == ("val: 4 files are left out (.txt: 2, hidden: 2)",)
+    unlabelled, labelled = ImageFiles(path=folder / "val", **SMALL), ImageFolder(split="val", path=folder, **SMALL)
+    assert unlabelled.ids == tuple(f"{name}/{index}.png" for name in ("bird", "cat") for index in range(3))
+    assert all(torch.equal(unlabelled[index], labelled[index][0]) for index in range(6))
+    assert unlabelled.notes == ("val: 4 files are left out (.txt: 2, hidden: 2)",)
 
 
 def test_a_damaged_image_of_any_kind_names_its_sample(folder: Path) -> None:
@@ -214,7 +214,7 @@ def test_a_damaged_image_of_any_kind_names_its_sample(folder: Path) -> None:
     (folder / "val/bird/0.png").write_bytes(content.replace(b"IDAT", b"IDAX"))  # a SyntaxError of Pillow
     (folder / "val/bird/1.png").write_bytes(content[:40])
     (folder / "val/bird/2.png").write_text("")
-    found = ImageFiles(path=folder / "val", **SMALL)
-    for place in range(3):
-        with pytest.raises(DataError, match=rf"sample {place} cannot be read: .*{place}\.png: "):
-            found[place]
+    data = ImageFiles(path=folder / "val", **SMALL)
+    for index in range(3):
+        with pytest.raises(DataError, match=rf"sample {index} cannot be read: .*{index}\.png: "):
+            data[index]

@@ -48,8 +48,8 @@ def test_ranks_share_an_epoch_without_overlap(
     dataset: type[InMemorySquares | Squares], settings: dict[str, Any]
 ) -> None:
     loaders = [make_loader(dataset(9), rank=rank, num_ranks=2, **settings) for rank in (0, 1)]
-    own = [all_batches(loader, range(3), (rank,)) for rank, loader in enumerate(loaders)]
-    assert sorted(sample for rank in own for step in rank for sample in step) == list(range(9))
+    samples = [all_batches(loader, range(3), (rank,)) for rank, loader in enumerate(loaders)]
+    assert sorted(sample for rank in samples for step in rank for sample in step) == list(range(9))
 
 
 @pytest.mark.parametrize(("dataset", "settings"), PATHS)
@@ -60,8 +60,8 @@ def test_each_shard_is_a_batch_of_its_own_also_retried_out_of_plan_and_out_of_tu
     steps = ((0, (0, 1)), (1, (1,)), (1, (0, 1)), (1, (0, 1)), (0, (1, 0)), (2, ()))
     batches = [loader.fetch(Ticket(step, shards)) for step, shards in steps]
     loader.close()
-    found = [[targets.tolist() for _, targets in step] for step in batches]
-    assert found == [[[0, 1], [4, 9]], [[36, 49]], *[[[16, 25], [36, 49]]] * 2, [[4, 9], [0, 1]], []]
+    per_step = [[targets.tolist() for _, targets in step] for step in batches]
+    assert per_step == [[[0, 1], [4, 9]], [[36, 49]], *[[[16, 25], [36, 49]]] * 2, [[4, 9], [0, 1]], []]
     for inputs, targets in (batch for step in batches for batch in step):
         assert targets.dtype == torch.int64
         assert (inputs.flatten() ** 2).tolist() == targets.tolist()
@@ -94,19 +94,19 @@ def test_what_user_code_does_to_a_batch_changes_no_other_batch() -> None:
 
 @pytest.mark.parametrize("settings", [{}, {"num_workers": 2}], ids=["direct", "workers"])
 def test_augmentation_depends_on_seed_epoch_and_sample_only(settings: dict[str, Any]) -> None:
-    whole: dict[tuple[int, int], set[tuple[float, float]]] = {}
+    draws: dict[tuple[int, int], set[tuple[float, float]]] = {}
     for start in (0, 4):
         loader = make_loader(Noisy(9), **settings)
         for step in range(start, 6):
             shards = (0, 1) if step % 3 != 2 else (0,)
             for batch in loader.fetch(Ticket(step, shards)):
                 for value, target in zip(batch[0].flatten().tolist(), batch[1].tolist(), strict=True):
-                    whole.setdefault((step // 3, int(value)), set()).add((value, target))
+                    draws.setdefault((step // 3, int(value)), set()).add((value, target))
         loader.close()
 
-    assert len(whole) == 18
-    assert all(len(seen) == 1 for seen in whole.values())
-    assert whole[0, 3] != whole[1, 3]
+    assert len(draws) == 18
+    assert all(len(pairs) == 1 for pairs in draws.values())
+    assert draws[0, 3] != draws[1, 3]
 
 
 def test_random_samples_cannot_be_cached() -> None:
@@ -143,7 +143,7 @@ def test_a_sample_that_cannot_be_read_is_named(settings: dict[str, Any]) -> None
 
 
 @pytest.mark.parametrize(
-    ("name", "result", "said"),
+    ("name", "result", "text"),
     [
         ("__getitems__", [(torch.zeros(1), 0)], "a list of 1 for 4 indices"),
         ("__getitems__", {"x": [0] * 4}, "a dict of 1 for 4 indices"),
@@ -151,12 +151,12 @@ def test_a_sample_that_cannot_be_read_is_named(settings: dict[str, Any]) -> None
         ("tensors", (np.zeros((9, 1)), np.zeros(9)), "float64 .* torch.from_numpy"),
     ],
 )
-def test_a_method_that_gives_other_samples_than_asked_for_is_named(name: str, result: Any, said: str) -> None:
+def test_a_method_that_gives_other_samples_than_asked_for_is_named(name: str, result: Any, text: str) -> None:
     dataset = Squares(9)
     setattr(dataset, name, lambda *_: result)
     if name == "__getitems__":
         dataset.__class__ = type("Many", (Squares,), {name: lambda *_: result})
-    with pytest.raises(DataError, match=rf"{name}\b.* gives {said}"):
+    with pytest.raises(DataError, match=rf"{name}\b.* gives {text}"):
         make_loader(dataset).fetch(Ticket(0, (0, 1)))
 
 
@@ -185,7 +185,7 @@ def leave() -> None:
 
 
 @pytest.mark.parametrize(
-    ("act", "kind", "said"),
+    ("act", "kind", "text"),
     [
         (lambda: torch.ones(1, requires_grad=True) * 2, DataError, "cannot send its batch.* detach"),
         (Lock, DataError, "cannot send its batch: TypeError: cannot pickle '_thread.lock' object"),
@@ -194,12 +194,12 @@ def leave() -> None:
     ],
 )
 def test_a_worker_that_ends_or_cannot_send_is_an_error_instead_of_a_wait(
-    act: Callable[[], Any], kind: type[Exception], said: str
+    act: Callable[[], Any], kind: type[Exception], text: str
 ) -> None:
     hooks = DataHooks(collate=UserCollate(function=lambda samples: [x for x, _ in samples], name="keep"))
     reading = Reading(device=CPU, settings=LoaderSettings(num_workers=1, cache=False), hooks=hooks, seed=0)
     source = Source(Ending(act), reading, trains=False)
-    with pytest.raises(kind, match=said):
+    with pytest.raises(kind, match=text):
         list(source.ahead(iter([(0, np.arange(4), [4], None), (0, np.arange(4, 6), [2], None)])))
 
 
@@ -240,8 +240,8 @@ def reader_of(dataset: Any) -> Loader:
 
 
 def numbers(source: Loader, step: int) -> list[float]:
-    found: list[float] = source.fetch(Ticket(step, (0,)))[0].flatten().tolist()
-    return found
+    values: list[float] = source.fetch(Ticket(step, (0,)))[0].flatten().tolist()
+    return values
 
 
 def test_small_batches_are_read_ahead_over_epochs_and_each_sample_once() -> None:
@@ -312,9 +312,9 @@ def test_a_draw_in_the_last_of_some_batches_that_are_read_together_is_that_of_it
 
 def read(dataset: Any, *, steps: range = range(3), **settings: Any) -> list[Any]:
     loader = make_loader(dataset, **settings)
-    found = [loader.fetch(Ticket(step, (0,))) for step in steps]
+    fetched = [loader.fetch(Ticket(step, (0,))) for step in steps]
     loader.close()
-    return [part.tolist() for batches in found for batch in batches for part in batch]
+    return [part.tolist() for batches in fetched for batch in batches for part in batch]
 
 
 @pytest.mark.parametrize("dataset", [Noisy(), Stream(source=NoisyStream(), num_samples=10)], ids=["map", "stream"])
@@ -361,20 +361,20 @@ class SavedLines(Lines):
 
     def __init__(self, count: int = 10) -> None:
         super().__init__(count)
-        self.at = 0
+        self.position = 0
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
-        while self.at < self.count:
-            self.at += 1
+        while self.position < self.count:
+            self.position += 1
             self.reads += 1
-            yield self.epoch * 100 + self.at - 1, 0
-        self.at = 0
+            yield self.epoch * 100 + self.position - 1, 0
+        self.position = 0
 
     def state_dict(self) -> dict[str, int]:
-        return {"at": self.at}
+        return {"position": self.position}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        self.at = state["at"]
+        self.position = state["position"]
 
 
 def items(loader: Loader, step: int, shards: tuple[int, ...] = (0, 1)) -> list[list[int]]:
@@ -387,8 +387,8 @@ def test_a_source_that_goes_on_where_it_stands_is_read_from_its_begin_where_an_e
     batches = EvalBatches(stream, READING, batch_size=5, rank=0, num_ranks=1)
     for _ in range(2):
         assert [batch[0].tolist() for batch in batches] == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
-    read = [int(number) for batches in all_batches(make_loader(stream), range(6)) for number in batches]
-    assert [number for number in read if number] == [*range(1, 10), *range(100, 110)]  # a label is 0
+    values = [int(number) for batches in all_batches(make_loader(stream), range(6)) for number in batches]
+    assert [number for number in values if number] == [*range(1, 10), *range(100, 110)]  # a label is 0
 
 
 def test_each_shard_is_read_by_position_and_going_back_starts_the_epoch_again() -> None:
@@ -451,18 +451,18 @@ def test_an_evaluation_draws_the_same_numbers_on_any_number_of_ranks() -> None:
 
 
 def loader_of(
-    source: Any, *, rank: int = 0, num_ranks: int = 1, micro_size: int = 2, count: int | None = None, **given: Any
+    source: Any, *, rank: int = 0, num_ranks: int = 1, micro_size: int = 2, count: int | None = None, **settings: Any
 ) -> Loader:
     """A loader of steps of 4 samples."""
-    stream = Stream(source=source, num_samples=count or sum(source.sizes), **{"distribute": "files", **given})
+    stream = Stream(source=source, num_samples=count or sum(source.sizes), **{"distribute": "files", **settings})
     plan = BatchPlan(num_samples=len(stream), global_size=4, micro_size=micro_size)
     return Loader(
-        stream, plan=plan, shards_at=lambda step: own(plan, step, rank, num_ranks),
+        stream, plan=plan, shards_at=lambda step: shards_for(plan, step, rank, num_ranks),
         num_steps=3 * plan.steps_per_epoch, reading=Reading(device=CPU, settings=LoaderSettings(), seed=7),
     )  # fmt: skip
 
 
-def own(plan: BatchPlan, step: int, rank: int, num_ranks: int) -> tuple[int, ...]:
+def shards_for(plan: BatchPlan, step: int, rank: int, num_ranks: int) -> tuple[int, ...]:
     return shards_of_rank(plan.num_shards(step), rank=rank, num_ranks=num_ranks, lanes=None)
 
 
@@ -474,12 +474,12 @@ def dealt(loader: Loader, step: int, shards: tuple[int, ...]) -> list[int]:
 @pytest.mark.parametrize(("num_ranks", "micro_size"), [(1, 4), (2, 2), (3, 1), (4, 1)])
 def test_each_sample_is_read_once_an_epoch(sizes: tuple[int, ...], num_ranks: int, micro_size: int) -> None:
     plan = BatchPlan(num_samples=sum(sizes), global_size=4, micro_size=micro_size)
-    found = []
+    samples = []
     for rank in range(num_ranks):
         loader = loader_of(Numbered(*sizes), rank=rank, num_ranks=num_ranks, micro_size=micro_size)
         for step in range(plan.steps_per_epoch, 2 * plan.steps_per_epoch):
-            found += dealt(loader, step, own(plan, step, rank, num_ranks))
-    assert sorted(found) == list(range(sum(sizes)))
+            samples += dealt(loader, step, shards_for(plan, step, rank, num_ranks))
+    assert sorted(samples) == list(range(sum(sizes)))
 
 
 def test_a_rank_opens_the_files_of_its_shards_alone_and_each_once_an_epoch() -> None:
@@ -503,10 +503,10 @@ def test_a_shard_holds_the_same_samples_on_any_number_of_ranks() -> None:
 
 
 def test_a_run_resumes_in_the_middle_on_another_number_of_ranks() -> None:
-    found = []
+    samples = []
     for step in range(2):
         for rank in (0, 1):
-            found += dealt(loader_of(Numbered(7, 9), rank=rank, num_ranks=2, micro_size=1), step, (rank, rank + 2))
+            samples += dealt(loader_of(Numbered(7, 9), rank=rank, num_ranks=2, micro_size=1), step, (rank, rank + 2))
     first = loader_of(Numbered(7, 9), micro_size=1)
     dealt(first, 1, (0,))
     for rank in range(4):
@@ -515,8 +515,8 @@ def test_a_run_resumes_in_the_middle_on_another_number_of_ranks() -> None:
             "each shard reads the same files of the stream as before; each part continues inside its file"
         )
         for step in (2, 3):
-            found += dealt(loader, step, (rank,))
-    assert sorted(found) == list(range(16))
+            samples += dealt(loader, step, (rank,))
+    assert sorted(samples) == list(range(16))
 
 
 @pytest.mark.parametrize("distribute", ["files", "auto"])  # auto: two files for four shards are read as samples
@@ -534,9 +534,9 @@ def test_another_cut_inside_an_epoch_is_refused_and_at_its_end_accepted(distribu
     loader_of(Numbered(8, 8), micro_size=1).load_state(first.state())
 
 
-@pytest.mark.parametrize(("surplus", "said"), [(-1, "ended after 3 samples, but .* 4"), (1, "more than the 4 samples")])
-def test_a_file_of_another_size_is_an_error(surplus: int, said: str) -> None:
-    with pytest.raises(DataError, match=f"part-0 .*{said}"):
+@pytest.mark.parametrize(("surplus", "text"), [(-1, "ended after 3 samples, but .* 4"), (1, "more than the 4 samples")])
+def test_a_file_of_another_size_is_an_error(surplus: int, text: str) -> None:
+    with pytest.raises(DataError, match=f"part-0 .*{text}"):
         loader_of(Numbered(4, 4, surplus=surplus), micro_size=4).fetch(Ticket(0, (0,)))
 
 

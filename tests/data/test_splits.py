@@ -75,12 +75,12 @@ class Gathered(Read):
 
 
 def test_every_sample_is_held_out_once_and_trained_on_in_the_other_folds() -> None:
-    found = [folded({"train": Read(11)}, CvConfig(folds=3, fold=fold)) for fold in range(3)]
-    held = [[int(inputs**0.5) for inputs, _ in parts["val"]] for parts in found]
-    assert sorted(index for fold in held for index in fold) == list(range(11))
-    for parts, out in zip(found, held, strict=True):
+    folds = [folded({"train": Read(11)}, CvConfig(folds=3, fold=fold)) for fold in range(3)]
+    held_out = [[int(inputs**0.5) for inputs, _ in parts["val"]] for parts in folds]
+    assert sorted(index for fold in held_out for index in fold) == list(range(11))
+    for parts, out in zip(folds, held_out, strict=True):
         assert sorted(int(inputs**0.5) for inputs, _ in parts["train"]) == sorted(set(range(11)) - set(out))
-    assert sorted(map(len, held)) == [3, 4, 4]
+    assert sorted(map(len, held_out)) == [3, 4, 4]
 
 
 def test_classes_are_spread_evenly_over_the_folds_of_any_run() -> None:
@@ -97,18 +97,18 @@ def test_classes_are_spread_evenly_over_the_folds_of_any_run() -> None:
     [Read(7), Gathered(7), Synthetic(split="train", num_samples=7, num_classes=3), SyntheticTokens(split="train")],
 )
 def test_a_part_gives_the_samples_of_the_whole_however_it_is_read(dataset: Any) -> None:
-    places = np.array([5, 1, 2])
-    part: Any = Subset(dataset, places)
+    indices = np.array([5, 1, 2])
+    part: Any = Subset(dataset, indices)
     assert len(part) == 3
-    expected = [dataset[int(place)] for place in places]
-    for read, at in (("tensors", slice(None)), ("gather", torch.arange(3))):
-        assert hasattr(part, read) == hasattr(dataset, read)
-        if hasattr(part, read):
-            whole = part.tensors() if read == "tensors" else part.gather(at)
-            for row, wanted in enumerate(expected):
-                assert all(torch.equal(one[row], torch.as_tensor(two)) for one, two in zip(whole, wanted, strict=True))
-    for row, wanted in enumerate(expected):
-        assert all(torch.equal(*map(torch.as_tensor, pair)) for pair in zip(part[row], wanted, strict=True))
+    expected = [dataset[int(index)] for index in indices]
+    for method in ("tensors", "gather"):
+        assert hasattr(part, method) == hasattr(dataset, method)
+        if hasattr(part, method):
+            batch = part.tensors() if method == "tensors" else part.gather(torch.arange(3))
+            for row, sample in enumerate(expected):
+                assert all(torch.equal(x[row], torch.as_tensor(y)) for x, y in zip(batch, sample, strict=True))
+    for row, sample in enumerate(expected):
+        assert all(torch.equal(*map(torch.as_tensor, pair)) for pair in zip(part[row], sample, strict=True))
 
 
 def test_classes_are_known_where_the_dataset_tells_them_without_being_read() -> None:
@@ -119,18 +119,18 @@ def test_classes_are_known_where_the_dataset_tells_them_without_being_read() -> 
 
 
 def test_the_validation_split_is_set_aside_and_the_test_split_stays() -> None:
-    own = {"train": Read(6), "val": Read(2), "test": Read(3)}
-    parts = folded(own, CvConfig(folds=2, fold=1))
+    datasets = {"train": Read(6), "val": Read(2), "test": Read(3)}
+    parts = folded(datasets, CvConfig(folds=2, fold=1))
     assert {name: len(part) for name, part in parts.items()} == {"train": 3, "val": 3, "test": 3}
-    assert folded(own, CvConfig()) is own
+    assert folded(datasets, CvConfig()) is datasets
 
 
 @pytest.mark.parametrize(
-    ("train", "said"),
+    ("train", "text"),
     [(Read(4), "more than the 4"), (Stream(source=[1], num_samples=1), "Stream is read")],
 )
-def test_what_has_no_folds_is_refused(train: Any, said: str) -> None:
-    with pytest.raises(ConfigError, match=f"cv.folds=5: {said}"):
+def test_what_has_no_folds_is_refused(train: Any, text: str) -> None:
+    with pytest.raises(ConfigError, match=f"cv.folds=5: {text}"):
         folded({"train": train}, CvConfig(folds=5))
 
 
@@ -253,20 +253,20 @@ def test_generators_that_a_dataset_and_its_functions_hold_at_any_depth_are_named
     transforms = [partial(max, key=random.Random(0)), lambda x, r=_OLD: x]
     noisy = torch.utils.data.Subset(Unkeyed(rng=torch.Generator(), others=transforms), [0])
     hooks = DataHooks(collate=UserCollate(function=partial(sorted, key=random.Random(0)), name="x"))
-    found = [text.partition(" that no key")[0] for text in remarks([noisy, Stream(source=[1], num_samples=1)], hooks)]
+    notes = [text.partition(" that no key")[0] for text in remarks([noisy, Stream(source=[1], num_samples=1)], hooks)]
     kinds = (
         "torch._C.Generator",
         "random.Random",
         "numpy.random.mtrand.RandomState",
         "numpy.random._generator.Generator",
     )
-    assert {*found} == {*(f"Subset holds a {kind}" for kind in kinds), "partial holds a random.Random"}
+    assert {*notes} == {*(f"Subset holds a {kind}" for kind in kinds), "partial holds a random.Random"}
 
 
 def test_the_generators_of_the_process_are_keyed_and_not_named() -> None:
     keyed = Unkeyed(torch=torch.default_generator, numpy=np.random.mtrand._rand, python=random.random)
-    found = remarks([keyed, keyed])
-    assert [text.partition(" that no key")[0] for text in found] == [
+    notes = remarks([keyed, keyed])
+    assert [text.partition(" that no key")[0] for text in notes] == [
         "3 rows are left out", "Unkeyed holds a numpy.random._generator.Generator",
     ]  # fmt: skip
 
@@ -341,12 +341,12 @@ def test_data_that_declares_nothing_is_not_opened_either(plan: Callable[..., tup
 
 
 def test_an_unset_key_of_the_data_is_a_note(plan: Callable[..., tuple[str, str]]) -> None:
-    found = json.loads(plan("data=token_memmap", "model=gpt", "objective=language_modelling", "recipe=null", "steps=3",
+    facts = json.loads(plan("data=token_memmap", "model=gpt", "objective=language_modelling", "recipe=null", "steps=3",
         "model.vocab_size=9", "model.context=8", "model.num_layers=1", "model.num_heads=1", "model.width=8",
         "data.context=8", "--json")[0])  # fmt: skip
-    assert "data.path is not set: a training needs it" in found["notes"]
-    assert found["steps"] == 3
-    assert found["memory"]["activations"] > 0
+    assert "data.path is not set: a training needs it" in facts["notes"]
+    assert facts["steps"] == 3
+    assert facts["memory"]["activations"] > 0
 
 
 def test_a_length_that_contradicts_the_class_is_refused(plan: Callable[..., tuple[str, str]]) -> None:
@@ -366,28 +366,28 @@ def batches(dataset: Any, rank: int = 0, num_ranks: int = 1, *, together: bool =
 def test_each_sample_comes_exactly_once_over_all_ranks(
     dataset: type[InMemorySquares | Squares], settings: dict[str, Any]
 ) -> None:
-    seen = [[targets.tolist() for _, targets in batches(dataset(10), rank, 3, **settings)] for rank in range(3)]
+    per_rank = [[targets.tolist() for _, targets in batches(dataset(10), rank, 3, **settings)] for rank in range(3)]
 
-    assert seen == [[[0, 1, 4, 9]], [[16, 25, 36, 49]], [[64, 81]]]
+    assert per_rank == [[[0, 1, 4, 9]], [[16, 25, 36, 49]], [[64, 81]]]
 
 
 def test_it_has_the_same_random_samples_each_time_and_a_length() -> None:
-    both = batches(Noisy(10))
-    assert [x.tolist() for x, _ in both] == [x.tolist() for x, _ in both]
-    assert len(list(both)) == len(both) == num_eval_batches(10, 4) == 3
+    loader = batches(Noisy(10))
+    assert [x.tolist() for x, _ in loader] == [x.tolist() for x, _ in loader]
+    assert len(list(loader)) == len(loader) == num_eval_batches(10, 4) == 3
 
 
 @pytest.mark.parametrize(("dataset", "settings"), PATHS)
 def test_what_a_model_writes_into_its_inputs_is_not_in_the_next_evaluation(
     dataset: type[InMemorySquares | Squares], settings: dict[str, Any]
 ) -> None:
-    found = batches(dataset(9), **settings)
-    seen = []
+    loader = batches(dataset(9), **settings)
+    inputs = []
     for _ in range(2):
-        for batch in found:
-            seen.append(batch[0].flatten().tolist())
+        for batch in loader:
+            inputs.append(batch[0].flatten().tolist())
             batch[0].zero_()
-    assert seen[: len(seen) // 2] == seen[len(seen) // 2 :] == [[0, 1, 2, 3], [4, 5, 6, 7], [8]]
+    assert inputs[: len(inputs) // 2] == inputs[len(inputs) // 2 :] == [[0, 1, 2, 3], [4, 5, 6, 7], [8]]
 
 
 def test_a_rank_without_batches_gets_none() -> None:
@@ -406,19 +406,19 @@ def test_ranks_that_compute_together_get_equally_many_batches_and_count_their_ow
     dataset: type[InMemorySquares | Squares], settings: dict[str, Any]
 ) -> None:
     ranks = [batches(dataset(6), rank, 3, together=True, **settings) for rank in range(3)]
-    assert [one.num_counted for one in ranks] == [1, 1, 0]
-    seen = [[targets.tolist() for _, targets in one] for one in ranks]
-    assert seen == [[[0, 1, 4, 9]], [[16, 25]], [[0, 1, 4, 9]]]
+    assert [loader.num_counted for loader in ranks] == [1, 1, 0]
+    per_rank = [[targets.tolist() for _, targets in loader] for loader in ranks]
+    assert per_rank == [[[0, 1, 4, 9]], [[16, 25]], [[0, 1, 4, 9]]]
 
 
 def test_a_repeated_batch_is_run_and_not_counted() -> None:
-    ran = []
+    calls = []
     model = torch.nn.Linear(1, 1)
-    model.register_forward_hook(lambda *_: ran.append(1))
+    model.register_forward_hook(lambda *_: calls.append(1))
     local = LocalModel(model=model, device=CPU, data_ranks=LocalCollective(), precision=Precision())
     once = [(torch.ones(2, 1), torch.zeros(2, 1))]
     repeated = [*once, (torch.ones(2, 1), torch.full((2, 1), 1000.0))]
     expected = evaluate(local, Regression(), once, split="val")
 
     assert evaluate(local, Regression(), repeated, split="val", num_counted=1) == expected
-    assert len(ran) == 3
+    assert len(calls) == 3

@@ -37,16 +37,16 @@ ROWS = [f"{number},{'red' if number % 3 else 'blue'},{2 * number}" for number in
 
 def test_a_table_is_scaled_by_its_training_rows_alone(tmp_path: Path) -> None:
     path = written(tmp_path / "t.csv", ROWS)
-    (train, prices), (val, others) = (
+    (train, prices), (val, val_prices) = (
         CsvTable(split=split, path=path, target="price", val_share=0.25).tensors() for split in ("train", "val")
     )
 
     assert (train.shape, val.shape) == ((15, 3), (5, 3))
-    assert sorted([*prices.tolist(), *others.tolist()]) == [2.0 * number for number in range(20)]
+    assert sorted([*prices.tolist(), *val_prices.tolist()]) == [2.0 * number for number in range(20)]
     assert abs(float(train[:, 0].mean())) < 1e-6
-    sizes = (torch.cat([prices, others]) / 2 - prices.mean() / 2) / (prices / 2).std(correction=0)
+    sizes = (torch.cat([prices, val_prices]) / 2 - prices.mean() / 2) / (prices / 2).std(correction=0)
     torch.testing.assert_close(torch.cat([train, val])[:, 0], sizes)
-    blue = (torch.cat([prices, others]) / 2) % 3 == 0
+    blue = (torch.cat([prices, val_prices]) / 2) % 3 == 0
     assert torch.equal(torch.cat([train, val])[:, 1], blue.float())
 
 
@@ -82,9 +82,9 @@ REFUSED: list[tuple[list[str], dict[str, Any], str]] = [
 def test_a_bad_table_is_refused_with_its_line_or_column(
     rows: list[str], settings: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    given: dict[str, Any] = {"target": "price", "val_share": 0.0, **settings}
+    keys: dict[str, Any] = {"target": "price", "val_share": 0.0, **settings}
     with pytest.raises((DataError, ConfigError), match=re.escape(message)):
-        CsvTable(split="train", path=written(tmp_path / "t.csv", rows), **given)
+        CsvTable(split="train", path=written(tmp_path / "t.csv", rows), **keys)
 
 
 def table(path: Path, text: str, **settings: Any) -> CsvTable:
@@ -139,16 +139,16 @@ def test_missing_cells_are_left_out_or_filled_where_asked_and_counted(tmp_path: 
 
 def test_a_table_says_which_columns_are_numbers_and_which_texts(tmp_path: Path) -> None:
     text = "day,zip,kind,x,y\n2024-01-01,01,a,1,1\n2024-01-02,02,A,2,2\n"
-    found = table(tmp_path / "t.csv", text, categories=["zip"])
-    assert found.tensors()[0].shape == (2, 7)
-    assert found.notes == (
+    data = table(tmp_path / "t.csv", text, categories=["zip"])
+    assert data.tensors()[0].shape == (2, 7)
+    assert data.notes == (
         "t.csv (train): numbers in x; one feature per text in day (2), zip (2), kind (2)",
         "t.csv (train): texts of kind differ in case only: 'A', 'a'",
     )
 
 
 def test_texts_that_no_training_row_has_are_counted(tmp_path: Path) -> None:
-    rows = "".join(f"{place},t{place},1\n" for place in range(10))
+    rows = "".join(f"{number},t{number},1\n" for number in range(10))
     val = table(tmp_path / "t.csv", f"x,kind,y\n{rows}", split="val", val_share=0.2)
     assert val.tensors()[0][:, 1:].sum() == 0
     assert val.notes == ("t.csv (val): 2 cells of kind hold a text of no training row: all zeros (line 6: 't4')",)
@@ -166,8 +166,8 @@ def test_the_made_table_has_the_noise_that_it_names() -> None:
 def test_cifar_files_are_read_as_they_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(images, "_RECORDS", 4)
     pixels = np.random.default_rng(0).integers(0, 256, (24, 3, 32, 32), dtype=np.uint8)
-    for place, name in enumerate((*images._TRAIN, "test_batch.bin")):
-        part = slice(4 * place, 4 * place + 4)
+    for index, name in enumerate((*images._TRAIN, "test_batch.bin")):
+        part = slice(4 * index, 4 * index + 4)
         records = [bytes([number % 10]) + image.tobytes() for number, image in enumerate(pixels[part])]
         (tmp_path / name).write_bytes(b"".join(records))
 
@@ -191,13 +191,13 @@ def test_a_wrong_file_of_cifar_is_named_with_the_remedy(tmp_path: Path, monkeypa
 
 def test_rows_to_predict_need_no_target_and_are_scaled_as_those_that_were_trained_on(tmp_path: Path) -> None:
     old, new = tmp_path / "old.csv", tmp_path / "new.csv"
-    rows = "".join(f"{place},{'ab'[place % 2]},{place * 2},{place}\n" for place in range(20))
+    rows = "".join(f"{number},{'ab'[number % 2]},{number * 2},{number}\n" for number in range(20))
     trained = table(old, f"x,kind,z,y\n{rows}", val_share=0.1)
     (features, prices) = trained.tensors()
-    found = table(new, "z,x,kind\n4,2,a\n0,7,c\n", split="all", reference=old, val_share=0.1)
-    assert torch.equal(found[0][0], features[prices.tolist().index(2.0)])
-    assert found[1][0][1:3].tolist() == [0.0, 0.0]  # a kind that no training row has
-    assert len(found) == 2
+    data = table(new, "z,x,kind\n4,2,a\n0,7,c\n", split="all", reference=old, val_share=0.1)
+    assert torch.equal(data[0][0], features[prices.tolist().index(2.0)])
+    assert data[1][0][1:3].tolist() == [0.0, 0.0]  # a kind that no training row has
+    assert len(data) == 2
 
 
 def test_rows_of_the_reference_are_left_out_as_in_training_and_rows_to_predict_are_not(tmp_path: Path) -> None:
@@ -258,9 +258,9 @@ def test_rows_of_all_files_come_once_in_the_order_of_the_files(tmp_path: Path) -
     write(tmp_path, "day=2/part-0", x=[3.0], v=[[4, 5]], y=[1.5])
     write(tmp_path, "day=1/part-0", x=[1, 2], v=[[2, 3], [4, 5]], y=[0.5, 1.0])
     write(tmp_path, "_temporary/part-0", x=[9], v=[[9, 9]], y=[9.0])
-    found = rows(tmp_path, columns=["v", "x", "day"])
-    assert found.tensors()[0].tolist() == [[2, 3, 1, 1], [4, 5, 2, 1], [4, 5, 3, 2]]
-    assert (found[2][1].item(), found[2][1].dtype) == (1.5, torch.float32)
+    frame = rows(tmp_path, columns=["v", "x", "day"])
+    assert frame.tensors()[0].tolist() == [[2, 3, 1, 1], [4, 5, 2, 1], [4, 5, 3, 2]]
+    assert (frame[2][1].item(), frame[2][1].dtype) == (1.5, torch.float32)
 
 
 def test_each_row_is_in_one_split_and_classes_are_whole(tmp_path: Path) -> None:

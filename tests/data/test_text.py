@@ -150,8 +150,8 @@ def test_lines_have_the_tokens_of_the_text_that_the_model_knows(tmp_path: Path) 
     (tmp_path / "known.txt").write_text("abc def\n")
     (tmp_path / "new.txt").write_text("fed\ncab\n")
     lines = TextLines(path=tmp_path / "new.txt", context=4, reference=tmp_path / "known.txt")
-    known = TextFile(split="train", path=tmp_path / "known.txt", context=2, val_share=0.5)
-    assert lines[0].tolist() == [*known.encode("fed"), 0]
+    trained = TextFile(split="train", path=tmp_path / "known.txt", context=2, val_share=0.5)
+    assert lines[0].tolist() == [*trained.encode("fed"), 0]
     assert torch.equal(lines.gather(torch.arange(2))[1], lines[1])
     assert list(lines.ids) == [1, 2]
     assert TextLines(path=tmp_path / "new.txt", context=4)[0].tolist() == [*b"fed", 0]
@@ -160,7 +160,7 @@ def test_lines_have_the_tokens_of_the_text_that_the_model_knows(tmp_path: Path) 
 def test_a_line_ends_at_a_line_feed_alone(tmp_path: Path) -> None:
     (tmp_path / "new.txt").write_bytes("\ufeffa\u2028b\r\n\n\x0cc".encode())
     lines = TextLines(path=tmp_path / "new.txt", context=8)
-    rows = [bytes(lines[place].tolist()).rstrip(b"\0").decode() for place in range(len(lines))]
+    rows = [bytes(lines[index].tolist()).rstrip(b"\0").decode() for index in range(len(lines))]
     assert rows == ["a\u2028b", "", "\x0cc"]
 
 
