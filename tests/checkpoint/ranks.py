@@ -35,14 +35,14 @@ def state() -> dict[str, Tensor]:
     }
 
 
-def held(place: Place, scale: float = 1.0) -> ShardedState:
+def pieces_of(place: Place, scale: float = 1.0) -> ShardedState:
     """What a rank has of it: the last holds nothing, and the second has two pieces of the weight."""
-    whole = {name: (tensor * scale).to(tensor.dtype) for name, tensor in state().items()}
+    full = {name: (tensor * scale).to(tensor.dtype) for name, tensor in state().items()}
     if place.rank == 0:
-        kept = ("param/b", "buffer/count", "buffer/nothing")
-        return {**{name: [TensorShard.whole(whole[name])] for name in kept}, "param/w": [_rows(whole["param/w"], 1, 3)]}
+        names = ("param/b", "buffer/count", "buffer/nothing")
+        return {**{name: [TensorShard.whole(full[name])] for name in names}, "param/w": [_rows(full["param/w"], 1, 3)]}
     if place.rank == 1:
-        weight, momentum = whole["param/w"], whole["optimizer/momentum/w"]
+        weight, momentum = full["param/w"], full["optimizer/momentum/w"]
         return {
             "param/w": [_rows(weight, 0, 1), _rows(weight, 3, 5)],
             "optimizer/momentum/w": [TensorShard.whole(momentum)],
@@ -50,40 +50,40 @@ def held(place: Place, scale: float = 1.0) -> ShardedState:
     return {"param/w": ()}
 
 
-def _rows(whole: Tensor, start: int, stop: int) -> TensorShard:
-    return TensorShard(tensor=whole[start:stop], offset=(start, 0), shape=tuple(whole.shape))
+def _rows(tensor: Tensor, start: int, stop: int) -> TensorShard:
+    return TensorShard(tensor=tensor[start:stop], offset=(start, 0), shape=tuple(tensor.shape))
 
 
-def together(place: Place) -> GroupCollective:
+def group_of(place: Place) -> GroupCollective:
     """The ranks of the task."""
     return GroupCollective(rank=place.rank, num_ranks=place.num_ranks, device=torch.device("cpu"))
 
 
 def assemble(place: Place) -> tuple[dict[str, Tensor], str]:
     """The whole state, and the hash of its weights."""
-    pieces = held(place)
-    return gather_full(pieces, together(place)), sha256_of_pieces(pieces, together(place))
+    pieces = pieces_of(place)
+    return gather_full(pieces, group_of(place)), sha256_of_pieces(pieces, group_of(place))
 
 
 def save_twice(place: Place, root: Path, background: bool) -> list[int]:
     """Two checkpoints, of which the first goes; what changes after the call is not saved."""
     retention = Retention(keep_last=1, keep_best=0)
-    saver = Saver(root, together(place), retention=retention, background=background)
+    saver = Saver(root, group_of(place), retention=retention, background=background)
     for step in (1, 2):
-        pieces = held(place, scale=float(step))
+        pieces = pieces_of(place, scale=float(step))
         saver.save(step=step, pieces=pieces, meta={"position": step, "rank": place.rank}, metric=0.5)
         for parts in pieces.values():
             for piece in parts:
                 piece.tensor.zero_()
-    return [one.step for one in saver.close()]
+    return [checkpoint.step for checkpoint in saver.close()]
 
 
-def proceed_until_it_stands(place: Place, root: Path) -> int:
+def save_and_poll(place: Place, root: Path) -> int:
     """Save beside the training, and say how often one had to look until the checkpoint stood."""
-    saver = Saver(root, together(place))
-    saver.save(step=3, pieces=held(place), meta={})
+    saver = Saver(root, group_of(place))
+    saver.save(step=3, pieces=pieces_of(place), meta={})
     looks = 1
-    while not together(place).sum(torch.tensor([len(saver.finished())])):
+    while not group_of(place).sum(torch.tensor([len(saver.finished())])):
         looks += 1
     saver.finished()  # nothing is under way: no exchange
     return looks
@@ -91,13 +91,13 @@ def proceed_until_it_stands(place: Place, root: Path) -> int:
 
 def fail(place: Place, root: Path, rank: int, failure: str) -> str:
     """A save that fails on one rank; what each is told."""
-    saver = Saver(root, together(place))
-    saver.save(step=1, pieces=held(place), meta={})
+    saver = Saver(root, group_of(place))
+    saver.save(step=1, pieces=pieces_of(place), meta={})
     saver.wait()
     if place.rank == rank:
         failpoints.ARMED = failpoints.parse(f"rank={rank},phase=save,action={failure}")
     try:
-        saver.save(step=2, pieces=held(place), meta={})
+        saver.save(step=2, pieces=pieces_of(place), meta={})
         saver.wait()
     except (CheckpointError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
@@ -121,7 +121,7 @@ def small_files() -> Iterator[None]:
 def fill_the_disk(place: Place, root: Path) -> str:
     """The files of rank 1 are small, and no rank asks before: half of a part is written."""
     pieces = {f"param/{place.rank}": [TensorShard.whole(torch.zeros(1 << 16))]}
-    saver, limit = Saver(root, together(place)), small_files() if place.rank == 1 else nullcontext()
+    saver, limit = Saver(root, group_of(place)), small_files() if place.rank == 1 else nullcontext()
     try:
         with limit, mock.patch.object(saving, "lacking", return_value=None):
             saver.save(step=2, pieces=pieces, meta={})

@@ -57,8 +57,8 @@ def test_a_disk_that_refuses_leaves_no_half_checkpoint(
     if not asks_before:
         monkeypatch.setattr(saving, "lacking", lambda *_: None)
     save(tmp_path, step=1, tensors={"param/w": torch.zeros(10)}, meta={})
-    said = r"File too large \(4.03 MiB are needed; a file may have 64 KiB\)\. The la"
-    with small_files(), pytest.raises(CheckpointError, match=said):
+    text = r"File too large \(4.03 MiB are needed; a file may have 64 KiB\)\. The la"
+    with small_files(), pytest.raises(CheckpointError, match=text):
         save(tmp_path, step=2, tensors={"param/w": torch.zeros(1 << 20)}, meta={})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["index.json", "step_00000001"]
 
@@ -121,8 +121,8 @@ def test_the_manifest_tells_sizes_hashes_position_and_fingerprint(tmp_path: Path
     checkpoint = save(tmp_path, step=4, tensors={}, meta=meta, metric=0.5)
     assert list_complete(tmp_path) == [checkpoint]
     content = json.loads((checkpoint.folder / "manifest.json").read_text())
-    wanted = {"format": 1, "step": 4, "position": {"epoch": 2}, "fingerprint": "abc", "metric": 0.5}
-    assert {key: content[key] for key in wanted} == wanted
+    expected = {"format": 1, "step": 4, "position": {"epoch": 2}, "fingerprint": "abc", "metric": 0.5}
+    assert {key: content[key] for key in expected} == expected
     assert sorted(content["files"]) == ["index.json", "meta.json", "rank_00000.safetensors"]
 
 
@@ -189,9 +189,9 @@ def test_a_prepared_save_allocates_nothing() -> None:
     snapshot.prepare(tensors)
     snapshot.wait_prepared()
     prepared = {name: buffer.data_ptr() for name, buffer in snapshot.buffers.items()}
-    taken = snapshot.take(tensors)
-    assert {name: buffer.data_ptr() for name, buffer in taken.items()} == prepared
-    assert all(torch.equal(taken[name], tensor) for name, tensor in tensors.items())
+    copies = snapshot.take(tensors)
+    assert {name: buffer.data_ptr() for name, buffer in copies.items()} == prepared
+    assert all(torch.equal(copies[name], tensor) for name, tensor in tensors.items())
 
 
 def test_tensors_that_have_changed_since_are_saved_as_they_are(tmp_path: Path) -> None:
@@ -201,8 +201,8 @@ def test_tensors_that_have_changed_since_are_saved_as_they_are(tmp_path: Path) -
     saver.save(step=1, pieces=whole({"param/w": wide, "param/new": torch.ones(1)}), meta={})
     wide.zero_()
     saver.close()
-    found = {name: tensor.tolist() for name, tensor in load(tmp_path / "step_00000001").tensors.items()}
-    assert found == {"param/w": [0, 1, 2, 3, 4, 5], "param/new": [1]}
+    values = {name: tensor.tolist() for name, tensor in load(tmp_path / "step_00000001").tensors.items()}
+    assert values == {"param/w": [0, 1, 2, 3, 4, 5], "param/new": [1]}
 
 
 def test_no_memory_to_prepare_is_left_to_the_save(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,13 +222,13 @@ def test_no_memory_to_prepare_is_left_to_the_save(monkeypatch: pytest.MonkeyPatc
 def test_a_run_prepares_its_whole_state_once_if_it_saves_in_the_background(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found: list[set[str]] = []
-    monkeypatch.setattr(Snapshot, "prepare", lambda _, tensors: found.append(set(tensors)))
+    prepared: list[set[str]] = []
+    monkeypatch.setattr(Snapshot, "prepare", lambda _, tensors: prepared.append(set(tensors)))
     result = run(tmp_path / "a", "model=net", "data=points", "steps=4")
-    assert found == [set(load(Path(present(result["last"]))).tensors)]
+    assert prepared == [set(load(Path(present(result["last"]))).tensors)]
     run(tmp_path / "b", "model=net", "data=points", "steps=4", "checkpoint.background=false")
     run(tmp_path / "c", "model=net", "data=points", "steps=1")
-    assert len(found) == 1
+    assert len(prepared) == 1
 
 
 class Late(CopyStream):
@@ -262,23 +262,23 @@ def test_the_training_waits_for_the_copies_of_what_a_phase_may_change(phase: str
     log: list[str] = []
     snapshot = Snapshot(overlaps=True, stream_of=lambda _: Late(log))
     state = {name: torch.zeros(2) for name in STATE}
-    taken = snapshot.take(state)
+    copies = snapshot.take(state)
     # One stream copies them in this order: the parts that the training waits for later are copied later.
     assert log == ["start 1", "start 2", "start 1", "hold 1"], "callback, model, optimizer; that of the callback"
     snapshot.on_phase(phase, 1)
     for tensor in state.values():
         tensor.add_(1)
     snapshot.wait_copied()
-    assert sum(int(copy.sum().item() != 0) for copy in taken.values()) == later
+    assert sum(int(copy.sum().item() != 0) for copy in copies.values()) == later
 
 
 def test_a_step_without_announced_updates_waits_for_all_copies_at_once() -> None:
     log: list[str] = []
     snapshot = Snapshot(stream_of=lambda _: Late(log))
-    taken = snapshot.take(state := {name: torch.zeros(2) for name in STATE})
+    copies = snapshot.take(state := {name: torch.zeros(2) for name in STATE})
     for tensor in state.values():
         tensor.add_(1)
-    assert all(copy.sum() == 0 for copy in taken.values())
+    assert all(copy.sum() == 0 for copy in copies.values())
 
 
 def test_a_checkpoint_is_written_when_its_copies_are_complete(tmp_path: Path) -> None:
@@ -306,7 +306,7 @@ def test_a_device_that_fails_in_a_copy_leaves_the_checkpoint_before_it(tmp_path:
     saver.save(step=2, pieces=whole(tensors), meta={})
     with pytest.raises(RuntimeError, match="launch failure"):
         saver.wait()
-    assert [one.name for one in tmp_path.iterdir() if one.is_dir()] == ["step_00000001"]
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["step_00000001"]
     assert load(tmp_path / "step_00000001").tensors["param/w"].tolist() == [1, 1, 1]
 
 
@@ -315,19 +315,19 @@ def test_blocks_of_page_locked_memory_are_little_more_than_the_state_and_hold_ea
     sizes = {f"{layer}.{name}": 768 * width * 4 for layer in range(12) for name, width in widths.items()}
     blocks = list(blocks_of(sizes))
     assert sum(block for block, _ in blocks) < 1.1 * sum(sizes.values())
-    for block, places in blocks:
-        ends = [start + sizes[name] for name, start in places.items()]
-        assert all(end <= start for end, start in zip(ends, [*list(places.values())[1:], block], strict=True))
-    assert sorted(name for _, places in blocks for name in places) == sorted(sizes)
+    for block, offsets in blocks:
+        ends = [start + sizes[name] for name, start in offsets.items()]
+        assert all(end <= start for end, start in zip(ends, [*list(offsets.values())[1:], block], strict=True))
+    assert sorted(name for _, offsets in blocks for name in offsets) == sorted(sizes)
 
 
 HERE = "tests.checkpoint.ranks"
 
 
 def test_pieces_of_several_ranks_are_assembled_on_each_to_the_bit(pool: Pool) -> None:
-    for found, sha256 in pool.run(f"{HERE}.assemble", num_ranks=3, group=True):
-        assert found.keys() == state().keys()
-        assert all(torch.equal(found[name], tensor) for name, tensor in state().items())
+    for tensors, sha256 in pool.run(f"{HERE}.assemble", num_ranks=3, group=True):
+        assert tensors.keys() == state().keys()
+        assert all(torch.equal(tensors[name], tensor) for name, tensor in state().items())
         assert sha256 == weights_sha256(state())
 
 
@@ -348,25 +348,25 @@ def test_ranks_write_a_checkpoint_that_is_the_same_as_from_one(pool: Pool, tmp_p
 
 
 def test_a_checkpoint_written_beside_the_training_is_completed_between_steps(pool: Pool, tmp_path: Path) -> None:
-    looks = pool.run(f"{HERE}.proceed_until_it_stands", tmp_path, num_ranks=2, group=True)
+    looks = pool.run(f"{HERE}.save_and_poll", tmp_path, num_ranks=2, group=True)
     assert looks[0] == looks[1] >= 1
-    assert [one.step for one in list_complete(tmp_path)] == [3]
+    assert [checkpoint.step for checkpoint in list_complete(tmp_path)] == [3]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_disk_that_is_full_on_one_rank_is_the_same_error_on_all_and_leaves_nothing(
     pool: Pool, tmp_path: Path, rank: int
 ) -> None:
-    told = pool.run(f"{HERE}.fail", tmp_path, rank, "full", num_ranks=3, group=True)
-    (text,) = {one.partition(": ")[2] for one in told}
+    errors = pool.run(f"{HERE}.fail", tmp_path, rank, "full", num_ranks=3, group=True)
+    (text,) = {error.partition(": ")[2] for error in errors}
     assert f"could not be written below {tmp_path}: {'rank 1: ' * rank}No space left on device" in text
     assert f"The last complete one is {tmp_path}/step_00000001. " in text
     assert sorted(path.name for path in tmp_path.iterdir()) == ["index.json", "step_00000001"]
 
 
 def test_half_a_part_is_no_checkpoint(pool: Pool, tmp_path: Path) -> None:
-    told = pool.run(f"{HERE}.fill_the_disk", tmp_path, num_ranks=2, group=True)
-    (text,) = set(told)
+    errors = pool.run(f"{HERE}.fill_the_disk", tmp_path, num_ranks=2, group=True)
+    (text,) = set(errors)
     assert f"the checkpoint of step 2 could not be written below {tmp_path}: rank 1: File too large" in text
     assert "There is no earlier one. Raise the limit of the size of a file (ulimit -f)" in text
     assert list(tmp_path.iterdir()) == []
@@ -408,9 +408,9 @@ def test_a_tensor_larger_than_a_chunk_keeps_its_bits(tmp_path: Path, monkeypatch
 def test_every_dtype_keeps_its_bits(tmp_path: Path, dtype: torch.dtype) -> None:
     tensor = torch.randint(0, 2, (3, 16), dtype=torch.uint8).view(dtype)
     save(tmp_path, step=0, tensors={"param/x": tensor}, meta={})
-    found = load(tmp_path / "step_00000000").tensors["param/x"]
-    assert found.dtype is dtype
-    assert torch.equal(found.view(torch.uint8), tensor.view(torch.uint8))
+    loaded = load(tmp_path / "step_00000000").tensors["param/x"]
+    assert loaded.dtype is dtype
+    assert torch.equal(loaded.view(torch.uint8), tensor.view(torch.uint8))
 
 
 def test_the_layout_in_memory_does_not_matter(tmp_path: Path) -> None:
@@ -445,19 +445,19 @@ def test_a_file_that_changes_once_it_was_verified_is_named(tmp_path: Path) -> No
 
 
 def test_a_tensor_is_read_when_it_is_asked_for(tmp_path: Path) -> None:
-    whole, owner = torch.arange(20.0).reshape(5, 4), OwnershipToken()
+    tensor, owner = torch.arange(20.0).reshape(5, 4), OwnershipToken()
     draft = Draft(folder=begin(tmp_path, 8, owner), step=8)
     cuts = [(slice(0, 2), slice(0, 4)), (slice(2, 5), slice(0, 1)), (slice(2, 5), slice(1, 4))]
-    pieces = [TensorShard(tensor=whole[a, b], offset=(a.start, b.start), shape=(5, 4)) for a, b in cuts]
+    pieces = [TensorShard(tensor=tensor[a, b], offset=(a.start, b.start), shape=(5, 4)) for a, b in cuts]
     parts = [write_part(draft.folder, {"param/w": [piece]}, rank=rank) for rank, piece in enumerate(pieces)]
     commit(draft, parts, owner)
     tensors = load(tmp_path / "step_00000008").tensors
-    assert torch.equal(tensors["param/w"], whole)
+    assert torch.equal(tensors["param/w"], tensor)
     for number in (0, 2):  # what is read first needs neither
         os.truncate(tmp_path / "step_00000008" / f"rank_0000{number}.safetensors", 0)
     assert meta_of(tensors, "param/w").shape == (5, 4)
     region = (slice(3, 5), slice(0, 1))
-    assert torch.equal(read_slice(tensors, "param/w", region), whole[region])
+    assert torch.equal(read_slice(tensors, "param/w", region), tensor[region])
     with pytest.raises(CheckpointError, match="was cut short"):
         tensors["param/w"]
 
@@ -469,9 +469,9 @@ def test_a_tensor_is_read_when_it_is_asked_for(tmp_path: Path) -> None:
 def test_pieces_that_do_not_make_up_a_tensor_are_never_written(
     tmp_path: Path, cuts: list[tuple[int, int]], wrong: str
 ) -> None:
-    whole, owner = torch.arange(10.0).reshape(5, 2), OwnershipToken()
+    tensor, owner = torch.arange(10.0).reshape(5, 2), OwnershipToken()
     draft = Draft(folder=begin(tmp_path, 8, owner), step=8)
-    pieces = [TensorShard(tensor=whole[a:b], offset=(a, 0), shape=(5, 2)) for a, b in cuts]
+    pieces = [TensorShard(tensor=tensor[a:b], offset=(a, 0), shape=(5, 2)) for a, b in cuts]
     parts = [write_part(draft.folder, {"param/w": [piece]}, rank=rank) for rank, piece in enumerate(pieces)]
     with pytest.raises(CheckpointError, match=f"param/w cannot be saved: its {wrong}"):
         commit(draft, parts, owner)
@@ -492,10 +492,10 @@ def test_the_same_step_can_be_saved_again(tmp_path: Path) -> None:
 
 
 def test_the_hash_of_the_weights_sees_order_names_and_kinds() -> None:
-    one, two = torch.tensor([1.0]), torch.tensor([2.0])
-    same = weights_sha256({"param/b": one, "buffer/a": two})
-    assert same == weights_sha256({"buffer/a": two, "param/b": one, "optimizer/exp_avg/b": two})
-    assert same != weights_sha256({"param/a": one, "buffer/b": two})
+    first, second = torch.tensor([1.0]), torch.tensor([2.0])
+    same = weights_sha256({"param/b": first, "buffer/a": second})
+    assert same == weights_sha256({"buffer/a": second, "param/b": first, "optimizer/exp_avg/b": second})
+    assert same != weights_sha256({"param/a": first, "buffer/b": second})
 
 
 @pytest.fixture
@@ -506,10 +506,10 @@ def two(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def flipped(at: int) -> Callable[[Path], None]:
+def flipped(index: int) -> Callable[[Path], None]:
     def flip(path: Path) -> None:
         content = bytearray(path.read_bytes())
-        content[at % len(content)] ^= 1
+        content[index % len(content)] ^= 1
         path.write_bytes(content)
 
     return flip
@@ -543,12 +543,12 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
 def test_a_damaged_tensor_file_is_named_and_the_one_before_is_used(two: Path, kind: str) -> None:
     damage, what = DAMAGE[kind]
     damage(two / "step_00000002" / "rank_00000.safetensors")
-    said: list[str] = []
-    loaded = present(newest_valid(two, said.append))
+    messages: list[str] = []
+    loaded = present(newest_valid(two, messages.append))
     assert loaded.checkpoint.step == 1
     assert loaded.tensors["param/w"].eq(1.0).all()
     folder = two / "step_00000002"
-    assert said == [f"checkpoint {folder} is damaged: rank_00000.safetensors {what}. Using step_00000001 instead."]
+    assert messages == [f"checkpoint {folder} is damaged: rank_00000.safetensors {what}. Using step_00000001 instead."]
 
 
 @pytest.mark.parametrize("name", ["index.json", "meta.json", "manifest.json"])
@@ -557,19 +557,19 @@ def test_a_damaged_json_file_is_named_and_the_one_before_is_used(
     two: Path, name: str, damage: Callable[[Path], None]
 ) -> None:
     damage(two / "step_00000002" / name)
-    said: list[str] = []
-    assert present(newest_valid(two, said.append)).checkpoint.step == 1
-    assert f"damaged: {name} " in said[0]
+    messages: list[str] = []
+    assert present(newest_valid(two, messages.append)).checkpoint.step == 1
+    assert f"damaged: {name} " in messages[0]
 
 
 def test_every_single_flipped_bit_of_a_manifest_is_noticed(two: Path) -> None:
     manifest = two / "step_00000002" / "manifest.json"
-    original, whole = manifest.read_bytes(), read_manifest(two / "step_00000002")
-    for at in range(len(original)):
-        manifest.write_bytes(original[:at] + bytes([original[at] ^ 1]) + original[at + 1 :])
+    original, expected = manifest.read_bytes(), read_manifest(two / "step_00000002")
+    for index in range(len(original)):
+        manifest.write_bytes(original[:index] + bytes([original[index] ^ 1]) + original[index + 1 :])
         try:
-            found = read_manifest(two / "step_00000002")
-            assert found == whole, at  # white space may change, nothing else
+            parsed = read_manifest(two / "step_00000002")
+            assert parsed == expected, index  # white space may change, nothing else
         except CheckpointError:
             pass
 
@@ -603,7 +603,7 @@ def test_a_checkpoint_of_a_newer_format_is_refused_not_passed_over(two: Path, mo
 
 
 @pytest.mark.parametrize(
-    ("metrics", "retention", "kept", "best"),
+    ("metrics", "retention", "remaining", "best"),
     [
         ([0.1, 0.9, 0.3, 0.2, 0.4], Retention(keep_last=2, keep_best=1, mode="max"), [2, 4, 5], 2),
         ([0.1, 0.9, 0.3, 0.8, 0.4], Retention(keep_last=1, keep_best=2, mode="max"), [2, 4, 5], 2),
@@ -615,12 +615,12 @@ def test_a_checkpoint_of_a_newer_format_is_refused_not_passed_over(two: Path, mo
     ],
 )
 def test_the_last_and_the_best_stay_and_no_other_folder(
-    tmp_path: Path, metrics: Sequence[float | None], retention: Retention, kept: list[int], best: int | None
+    tmp_path: Path, metrics: Sequence[float | None], retention: Retention, remaining: list[int], best: int | None
 ) -> None:
     for step, metric in enumerate(metrics, start=1):
         save(tmp_path, step=step, tensors={}, meta={}, metric=metric, retention=retention)
     folders = sorted(path.name for path in tmp_path.iterdir())
-    assert folders == ["index.json", *(f"step_0000000{step}" for step in kept)]
+    assert folders == ["index.json", *(f"step_0000000{step}" for step in remaining)]
     named = None if best is None else f"step_0000000{best}"
     assert json.loads((tmp_path / "index.json").read_text()) == {"last": folders[-1], "best": named}
 
@@ -634,8 +634,8 @@ def test_what_was_passed_over_for_damage_does_not_push_out_what_is_whole(tmp_pat
     assert present(newest_valid(tmp_path, print)).checkpoint.step == 100
     save(tmp_path, step=150, tensors={}, meta={}, retention=Retention(keep_last=1))
     # without its manifest nobody knows who wrote the one of step 200
-    found = [path.name for path in sorted(tmp_path.iterdir())]
-    assert found == ["index.json", "step_00000150", "step_00000200", "step_00000300.aside"]
+    names = [path.name for path in sorted(tmp_path.iterdir())]
+    assert names == ["index.json", "step_00000150", "step_00000200", "step_00000300.aside"]
     assert json.loads((tmp_path / "index.json").read_text())["last"] == "step_00000150"
 
 
@@ -674,10 +674,10 @@ def plant(root: Path) -> dict[str, bytes]:
         put(root, step, owner=OwnershipToken())
     OwnershipToken().make(root / ".tmp_step_00000005")
     (root / "index.json").unlink()
-    return held(root)
+    return files_below(root)
 
 
-def held(root: Path) -> dict[str, bytes]:
+def files_below(root: Path) -> dict[str, bytes]:
     """Every file below a folder and behind its links."""
     paths = [Path(folder) / name for folder, _, names in os.walk(root, followlinks=True) for name in names]
     return {str(path.relative_to(root)): path.read_bytes() for path in paths}
@@ -688,15 +688,15 @@ def test_saves_resumes_and_retention_leave_alone_what_the_run_did_not_write(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "fsync", lambda _: None)  # no power fails here
-    planted, said = plant(root), list[str]()
+    planted, messages = plant(root), list[str]()
     for step in (*range(1, 10), *range(90, 105)):
         put(root, step, keep=2)
-        assert present(newest_valid(root, said.append)).checkpoint.step == step
-    found = {name.replace(".aside", ""): content for name, content in held(root).items()}
-    assert planted == {name: found[name] for name in planted}
+        assert present(newest_valid(root, messages.append)).checkpoint.step == step
+    after = {name.replace(".aside", ""): content for name, content in files_below(root).items()}
+    assert planted == {name: after[name] for name in planted}
     assert steps(root) == [104, 103]
-    taken = [f"step_000000{number}.aside" for number in (96, 97, 98, 99)]
-    assert sorted(path.name for path in root.glob("*.aside")) == taken
+    aside = [f"step_000000{number}.aside" for number in (96, 97, 98, 99)]
+    assert sorted(path.name for path in root.glob("*.aside")) == aside
     (root / "step_00000096.aside" / "deep").rename(root / "still_a_link")
 
 
@@ -757,20 +757,20 @@ def test_what_a_kill_leaves_of_this_run_is_deleted_by_the_next_save(root: Path) 
 
 def test_a_run_that_has_saved_nothing_starts_beside_a_folder_of_the_users(root: Path) -> None:
     (root / "step_00000099").mkdir()
-    said: list[str] = []
-    assert newest_valid(root, said.append) is None
-    assert "step_00000099 is not a complete checkpoint" in said[0]
+    messages: list[str] = []
+    assert newest_valid(root, messages.append) is None
+    assert "step_00000099 is not a complete checkpoint" in messages[0]
     assert (root / "step_00000099").exists()
 
 
 def test_a_newer_checkpoint_of_another_run_is_named_and_not_used(root: Path) -> None:
     put(root, 1)
     put(root, 99, owner=OwnershipToken())
-    said: list[str] = []
-    assert present(newest_valid(root, said.append)).checkpoint.step == 1
-    note_foreign(root, 1, said.append)
-    assert "step_00000099 was not written by this run" in said[0]
-    assert f"resume={root}/step_00000099" in said[0]
+    messages: list[str] = []
+    assert present(newest_valid(root, messages.append)).checkpoint.step == 1
+    note_foreign(root, 1, messages.append)
+    assert "step_00000099 was not written by this run" in messages[0]
+    assert f"resume={root}/step_00000099" in messages[0]
 
 
 def test_a_link_to_a_folder_of_this_run_is_not_followed(root: Path, tmp_path: Path) -> None:
