@@ -53,7 +53,7 @@ def train(
 ) -> nn.Module:
     """Train the replicas `num_steps` steps, a whole number of windows; the first of them, alike to all others."""
     models = [deepcopy(model).double().train() for _ in range(averaging.replicas)]
-    replicas = [Replica(model=one, optimizer=optimizer(list(one.named_parameters()))) for one in models]
+    replicas = [Replica(model=net, optimizer=optimizer(list(net.named_parameters()))) for net in models]
     start = {name: value.detach().clone() for name, value in models[0].named_parameters()}
     per_epoch = -(-len(samples) // global_size)
     for step in range(num_steps):
@@ -88,8 +88,8 @@ def _step(replica: Replica, batch: list[reference.Sample], loss_sum: reference.L
 
 @torch.no_grad()
 def _average(replicas: list[Replica], averaging: Averaging, start: dict[str, Tensor]) -> None:
-    targets = [one.targets for one in replicas]
-    named = [dict(one.model.named_parameters()) for one in replicas]
+    targets = [replica.targets for replica in replicas]
+    named = [dict(replica.model.named_parameters()) for replica in replicas]
     for name, before in start.items():
         mean = _mean([params[name] for params in named], targets)
         if averaging.lr is not None:
@@ -97,7 +97,7 @@ def _average(replicas: list[Replica], averaging: Averaging, start: dict[str, Ten
             velocity = averaging.momentum * averaging.velocity.get(name, torch.zeros_like(moved)) + moved
             averaging.velocity[name] = velocity
             mean = before - averaging.lr * (moved + averaging.momentum * velocity if averaging.nesterov else velocity)
-        states = [one.optimizer.state.get(params[name], {}) for one, params in zip(replicas, named, strict=True)]
+        states = [r.optimizer.state.get(params[name], {}) for r, params in zip(replicas, named, strict=True)]
         for slot, value in states[0].items():
             if value.dim():
                 value.copy_(_mean([state.get(slot, value) for state in states], targets))
@@ -105,13 +105,13 @@ def _average(replicas: list[Replica], averaging: Averaging, start: dict[str, Ten
             params[name].copy_(mean)
             state.update({slot: value.clone() for slot, value in states[0].items()})
     for name, buffer in replicas[0].model.named_buffers():
-        buffers = [one.model.get_buffer(name) for one in replicas]
+        buffers = [replica.model.get_buffer(name) for replica in replicas]
         if buffer.is_floating_point():
-            buffer.copy_(_mean(buffers, [one.samples for one in replicas]))
+            buffer.copy_(_mean(buffers, [replica.samples for replica in replicas]))
         for other in buffers:
             other.copy_(buffer)
-    for one in replicas:
-        one.targets = one.samples = 0.0
+    for replica in replicas:
+        replica.targets = replica.samples = 0.0
 
 
 def _mean(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:

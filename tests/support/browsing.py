@@ -29,9 +29,9 @@ def browser() -> Iterator[Any]:
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as started:
-        found = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-dev-shm-usage"])
-        yield found
-        found.close()
+        chromium = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-dev-shm-usage"])
+        yield chromium
+        chromium.close()
 
 
 def tab(browser: Any, *, width: int = 1280, height: int = 900, scheme: str = "light", **options: Any) -> Any:
@@ -39,7 +39,7 @@ def tab(browser: Any, *, width: int = 1280, height: int = 900, scheme: str = "li
     context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme, **options)
     page = context.new_page()
     page.errors = []
-    page.on("console", lambda one: page.errors.append(one.text) if one.type in ("error", "warning") else None)
+    page.on("console", lambda entry: page.errors.append(entry.text) if entry.type in ("error", "warning") else None)
     page.on("pageerror", lambda error: page.errors.append(str(error)))
     return page
 
@@ -56,5 +56,5 @@ def serious_findings(page: Any) -> list[tuple[str, str]]:
     """What axe finds on a page that keeps people out: rule and first element; the page was opened with bypass_csp."""
     if not page.evaluate("'axe' in window"):
         page.evaluate(Path(AXE).read_text())
-    found = page.evaluate("axe.run({preload: false})")["violations"]  # style sheets of a disk cannot be read by scripts
-    return [(one["id"], one["nodes"][0]["html"]) for one in found if one["impact"] in ("serious", "critical")]
+    violations = page.evaluate("axe.run({preload: false})")["violations"]  # scripts read no style sheets of a disk
+    return [(rule["id"], rule["nodes"][0]["html"]) for rule in violations if rule["impact"] in ("serious", "critical")]

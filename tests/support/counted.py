@@ -51,17 +51,17 @@ class ScoreBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Called by torch for every operation."""
-        found = func(*args, **(kwargs or {}))
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        made = [leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor)]
+        result = func(*args, **(kwargs or {}))
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         writes = func._schema.is_mutable
-        before = {id(leaf.untyped_storage()) for leaf in given}
-        if writes or any(id(leaf.untyped_storage()) not in before for leaf in made):
+        before = {id(leaf.untyped_storage()) for leaf in inputs}
+        if writes or any(id(leaf.untyped_storage()) not in before for leaf in outputs):
             few = func.overloadpacket.__name__ in _FEW
-            self.moved += 0 if few else sum(map(self._bytes, [*given, *made]))
-        for leaf in made:
+            self.moved += 0 if few else sum(map(self._bytes, [*inputs, *outputs]))
+        for leaf in outputs:
             self._see(leaf)
-        return found
+        return result
 
     def _bytes(self, tensor: Tensor) -> int:
         return tensor.numel() * tensor.element_size() if tensor.numel() >= self.at_least else 0
@@ -82,17 +82,17 @@ def widths_of_rank(place: Place | None, case: Case) -> list[int]:
     """The last dims of all matrices that one rank of a contract case makes."""
     with _Widths() as widths:
         run_rank(place, case)
-    return sorted(widths.found)
+    return sorted(widths.dims)
 
 
 class _Widths(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.found: set[int] = set()
+        self.dims: set[int] = set()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        found = func(*args, **(kwargs or {}))
-        self.found.update(leaf.shape[-1] for leaf in tree_leaves(found) if isinstance(leaf, Tensor) and leaf.dim() > 1)
-        return found
+        result = func(*args, **(kwargs or {}))
+        self.dims.update(leaf.shape[-1] for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.dim() > 1)
+        return result

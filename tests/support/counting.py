@@ -37,14 +37,14 @@ class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Called by torch for every operation."""
-        found = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         name: str = func._schema.name
-        lists = [one for one in args if isinstance(one, list | tuple) and one]
+        lists = [arg for arg in args if isinstance(arg, list | tuple) and arg]
         if name.startswith(("aten::_foreach_", "aten::_fused_")):
             self.by_name[name] += -(-len(lists[0]) // _MOST_TENSORS[min(len(lists), 5)])
         elif not is_free(func):
             self.by_name[name] += 1
-        return found
+        return result
 
     @property
     def total(self) -> int:
@@ -113,10 +113,10 @@ class StepTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """The counts of all phases together."""
         every = self.phases.values()
         return Calls(
-            launches=sum(one.launches for one in every),
-            reads=sum(one.reads for one in every),
-            host_copies=sum(one.host_copies for one in every),
-            names=sum((one.names for one in every), Counter()),
+            launches=sum(calls.launches for calls in every),
+            reads=sum(calls.reads for calls in every),
+            host_copies=sum(calls.host_copies for calls in every),
+            names=sum((calls.names for calls in every), Counter()),
         )
 
 
@@ -131,10 +131,10 @@ def counting_graphs(trace: StepTrace) -> Iterator[None]:
     from torch._functorch._aot_autograd.utils import make_boxed_func
 
     def compiled(graph: fx.GraphModule, _inputs: Sequence[Any]) -> Callable[..., Any]:
-        found = [one.target for one in graph.graph.nodes if isinstance(one.target, torch._ops.OpOverload)]
+        targets = [node.target for node in graph.graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
 
         def run(*args: Any) -> Any:
-            trace.count(*found)
+            trace.count(*targets)
             return graph(*args)
 
         boxed: Callable[..., Any] = make_boxed_func(run)
@@ -191,13 +191,13 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         updates = func.__name__.startswith("_fused_")
         if updates and self.most:
             self.lasting, self.peak, self.most = self.bytes, max(self.most, self.bytes), 0
-        found = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(found):
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
                 self.see((leaf.to_local() if isinstance(leaf, DTensor) else leaf).untyped_storage())
         if not updates:
             self.most = max(self.most, self.bytes)
-        return found
+        return result
 
     def see(self, storage: torch.UntypedStorage) -> None:
         """Count a storage with the bytes it has now."""
@@ -215,8 +215,8 @@ def _watched(counting: Counting) -> Any:
     resize: Any = torch.UntypedStorage.resize_
 
     def watched(storage: torch.UntypedStorage, size: int) -> Any:
-        found = resize(storage, size)
+        result = resize(storage, size)
         counting.see(storage)
-        return found
+        return result
 
     return watched

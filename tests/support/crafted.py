@@ -46,8 +46,8 @@ def put(kind: str, path: Path) -> None:
         case "a socket":
             before = Path.cwd()
             os.chdir(path.parent)  # the address of a socket has 108 bytes
-            with socket.socket(socket.AF_UNIX) as made:
-                made.bind(path.name)
+            with socket.socket(socket.AF_UNIX) as listener:
+                listener.bind(path.name)
             os.chdir(before)
 
 
@@ -70,16 +70,16 @@ def forge(step: Path, name: str, change: Callable[[Any], Any] | bytes) -> None:
 def forge_header(step: Path, change: Callable[[Any], Any] | bytes) -> None:
     """Change the header of the tensors of a checkpoint, and every hash that would tell."""
     (file,) = step.glob("*.safetensors")
-    whole = file.read_bytes()
-    length = int.from_bytes(whole[:8], "little")
-    content = change if isinstance(change, bytes) else _changed(json.loads(whole[8 : 8 + length]), change)
-    file.write_bytes(len(content).to_bytes(8, "little") + content + whole[8 + length :])
+    raw = file.read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    content = change if isinstance(change, bytes) else _changed(json.loads(raw[8 : 8 + length]), change)
+    file.write_bytes(len(content).to_bytes(8, "little") + content + raw[8 + length :])
     _record(step, file.name)
 
 
 def _record(step: Path, name: str) -> None:
-    found = (step / name).read_bytes()
-    record = {"bytes": len(found), "sha256": hashlib.sha256(found).hexdigest()}
+    content = (step / name).read_bytes()
+    record = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
     _write_manifest(step, lambda manifest: manifest["files"].update({name: record}))
 
 
@@ -94,8 +94,8 @@ def _write_manifest(step: Path, change: Callable[[Any], Any] | bytes) -> None:
 
 
 def _changed(content: Any, change: Callable[[Any], Any]) -> bytes:
-    found = change(content)
-    return json.dumps(found if isinstance(found, dict | list | str) else content).encode()
+    changed = change(content)
+    return json.dumps(changed if isinstance(changed, dict | list | str) else content).encode()
 
 
 @contextlib.contextmanager

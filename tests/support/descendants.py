@@ -10,7 +10,7 @@ def descendants(pid: int) -> dict[int, str]:
     """
     children = [int(word) for path in Path(f"/proc/{pid}/task").glob("*/children") for word in _read(path).split()]
     named = {child: _read(Path(f"/proc/{child}/comm")).strip() for child in children}
-    return named | {found: name for child in children for found, name in descendants(child).items()}
+    return named | {grandchild: name for child in children for grandchild, name in descendants(child).items()}
 
 
 def _read(path: Path) -> str:

@@ -58,10 +58,10 @@ class _Residual(nn.Module):
         added: Tensor = self.inner(hidden)
         if not self.training:
             return hidden + added
-        kept = torch.rand(hidden.shape[0], 1, dtype=hidden.dtype, device=hidden.device) < 0.7
+        mask = torch.rand(hidden.shape[0], 1, dtype=hidden.dtype, device=hidden.device) < 0.7
         if self.host:
-            kept = kept & (random.random() < 0.7)
-        return hidden + kept * functional.dropout(added, 0.1)
+            mask = mask & (random.random() < 0.7)
+        return hidden + mask * functional.dropout(added, 0.1)
 
 
 class DropPath(nn.Module):
@@ -166,9 +166,9 @@ class TwoViews(Objective):
     def loss(self, model: Model, batch: Any) -> Loss:
         """Squared difference of the two, and cross entropy of the first."""
         inputs, targets = batch
-        one, other = model(inputs), model(inputs)
-        apart = (one - other).square().sum()
-        return Loss(apart + functional.cross_entropy(one, targets, reduction="sum"), float(len(targets)))
+        first, second = model(inputs), model(inputs)
+        apart = (first - second).square().sum()
+        return Loss(apart + functional.cross_entropy(first, targets, reduction="sum"), float(len(targets)))
 
 
 class Mixup(Objective):
@@ -177,9 +177,9 @@ class Mixup(Objective):
     def loss(self, model: Model, batch: Any) -> Loss:
         """Cross entropy against both targets."""
         inputs, targets = batch
-        share, other = np.random.beta(0.4, 0.4), random.randrange(len(targets))  # noqa: NPY002 - what users write
-        scores = model(share * inputs + (1 - share) * inputs.roll(other, 0))
-        losses = [functional.cross_entropy(scores, one, reduction="sum") for one in (targets, targets.roll(other, 0))]
+        share, shift = np.random.beta(0.4, 0.4), random.randrange(len(targets))  # noqa: NPY002 - what users write
+        scores = model(share * inputs + (1 - share) * inputs.roll(shift, 0))
+        losses = [functional.cross_entropy(scores, y, reduction="sum") for y in (targets, targets.roll(shift, 0))]
         return Loss(share * losses[0] + (1 - share) * losses[1], float(len(targets)))
 
 

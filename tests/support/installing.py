@@ -38,8 +38,8 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(home)], check=True)
         python = home / "bin" / "python"
         site = Path(_ask(python, "import sysconfig; print(sysconfig.get_paths()['purelib'])"))
-        borrowed = [place for place in sys.path if place.endswith("site-packages")]
-        (site / "borrowed.pth").write_text("".join(f"{place}\n" for place in borrowed))
+        borrowed = [path for path in sys.path if path.endswith("site-packages")]
+        (site / "borrowed.pth").write_text("".join(f"{path}\n" for path in borrowed))
         pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps"]
         subprocess.run([*pip, "--ignore-installed", "--no-index", str(wheel)], check=True)  # not the borrowed one
 
@@ -50,8 +50,8 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def clean_environ() -> dict[str, str]:
     """The environment of someone who has not seen this checkout."""
     hidden = ("PYTHONPATH", "VIRTUAL_ENV")
-    kept = {name: text for name, text in os.environ.items() if name not in hidden}
-    return {name: text for name, text in kept.items() if not name.startswith(("TRAINKIT_", "PYTEST_"))}
+    visible = {name: text for name, text in os.environ.items() if name not in hidden}
+    return {name: text for name, text in visible.items() if not name.startswith(("TRAINKIT_", "PYTEST_"))}
 
 
 def _once(factory: pytest.TempPathFactory, name: str, fill: Callable[[Path], None]) -> Path:
@@ -61,11 +61,11 @@ def _once(factory: pytest.TempPathFactory, name: str, fill: Callable[[Path], Non
     folder = shared / f"shared-{name}"
     with (shared / f"shared-{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        done = folder / "done"
-        if not done.exists():
+        marker = folder / "done"
+        if not marker.exists():
             folder.mkdir(exist_ok=True)
             fill(folder)
-            done.touch()
+            marker.touch()
     return folder
 
 

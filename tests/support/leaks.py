@@ -44,19 +44,19 @@ class Footprint:
 
     def leaks_since(self, before: Footprint) -> list[str]:
         """What is here now and was not before, one sentence each."""
-        found = []
+        leaks = []
         for field in fields(self):
-            was, now = getattr(before, field.name), getattr(self, field.name)
-            if isinstance(now, frozenset):
-                now, was = now - was, frozenset()
-            if field.name == "torch_settings" and not was:
+            old, new = getattr(before, field.name), getattr(self, field.name)
+            if isinstance(new, frozenset):
+                new, old = new - old, frozenset()
+            if field.name == "torch_settings" and not old:
                 continue  # this test was the first to import torch
-            if isinstance(now, Mapping):
-                changed = {key: now.get(key) for key in now.keys() | was.keys() if now.get(key) != was.get(key)}
-                now, was = changed, {}
-            if now != was:
-                found.append(f"{field.name}: {_shown(field.name, now)}")
-        return found
+            if isinstance(new, Mapping):
+                changed = {key: new.get(key) for key in new.keys() | old.keys() if new.get(key) != old.get(key)}
+                new, old = changed, {}
+            if new != old:
+                leaks.append(f"{field.name}: {_shown(field.name, new)}")
+        return leaks
 
 
 def look() -> Footprint:
@@ -110,8 +110,8 @@ def _expected(pid: int) -> bool:
 
 def _lives_on(thread: threading.Thread) -> bool:
     """Threads that libraries start once and keep: no test can end them."""
-    kept = ("pytest_timeout", "QueueFeederThread", "tqdm_monitor")
-    return thread is threading.main_thread() or thread.name.startswith(kept) or thread in _compiling_threads()
+    prefixes = ("pytest_timeout", "QueueFeederThread", "tqdm_monitor")
+    return thread is threading.main_thread() or thread.name.startswith(prefixes) or thread in _compiling_threads()
 
 
 def _compiling_threads() -> set[threading.Thread]:

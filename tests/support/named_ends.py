@@ -53,5 +53,5 @@ class NamedEnds:
 def _limit_s(item: pytest.Item) -> float:
     """Return the time limit that pytest-timeout has for a test; 0: none."""
     marker = item.get_closest_marker("timeout")
-    given = item.config.getoption("timeout", None)
-    return float(marker.args[0] if marker else item.config.getini("timeout") if given is None else given)
+    option = item.config.getoption("timeout", None)
+    return float(marker.args[0] if marker else item.config.getini("timeout") if option is None else option)

@@ -71,10 +71,10 @@ class Splitting(nn.Module):
         super().__init__()
         self.layer = nn.Linear(FEATURES, 7)
 
-    def forward(self, given: dict[str, Any]) -> Pair:
+    def forward(self, fields: dict[str, Any]) -> Pair:
         """What is given -> hidden numbers, and their size."""
-        hidden = torch.tanh(self.layer(given["x"]))
-        return Pair(hidden, (hidden ** given["power"]).mean())
+        hidden = torch.tanh(self.layer(fields["x"]))
+        return Pair(hidden, (hidden ** fields["power"]).mean())
 
 
 class Joining(nn.Module):
@@ -271,8 +271,8 @@ class ObjectBetweenBlocks(nn.Module):
         """(samples, features) -> (samples, classes)."""
         notes = type(self).make()
         scores = self.second(self.first(inputs, notes), notes)
-        found = notes.losses if isinstance(notes, Notes) else notes.values() if isinstance(notes, dict) else notes
-        total: Tensor = scores * sum(found)
+        losses = notes.losses if isinstance(notes, Notes) else notes.values() if isinstance(notes, dict) else notes
+        total: Tensor = scores * sum(losses)
         return total
 
 
@@ -292,14 +292,14 @@ class Cache:
     """What a decoder keeps of earlier tokens."""
 
     def __init__(self) -> None:
-        self.kept: list[Tensor] = []
+        self.tensors: list[Tensor] = []
 
-    def append(self, kept: Tensor) -> None:
+    def append(self, tensor: Tensor) -> None:
         """Keep one more."""
-        self.kept.append(kept)
+        self.tensors.append(tensor)
 
     def __iter__(self) -> Any:
-        return iter(self.kept)
+        return iter(self.tensors)
 
 
 @dataclass
@@ -341,8 +341,8 @@ class ObjectReturned(TwoLayers):
 
     def between(self, hidden: Any) -> Tensor:
         """The numbers in the object."""
-        found: Tensor = hidden.losses[0]
-        return found
+        output: Tensor = hidden.losses[0]
+        return output
 
 
 class Counting(TwoLayers):

@@ -81,19 +81,19 @@ class Averages(Callback):
         """Count the weights in."""
         self.steps += 1
         for name, param in _parts(run.model).items():
-            known = self.averages.get(name)
-            self.averages[name] = param.clone() if known is None else known.lerp(param, 0.25)
+            average = self.averages.get(name)
+            self.averages[name] = param.clone() if average is None else average.lerp(param, 0.25)
         if self.evaluates and self.steps % 2 == 0:
             self._evaluate(run)
 
     def _evaluate(self, run: Run) -> None:
         parts = _parts(run.model)
-        own = {name: param.clone() for name, param in parts.items()}
+        originals = {name: param.clone() for name, param in parts.items()}
         for name, param in parts.items():
             param.copy_(self.averages[name])
         figures = run.evaluate("val")
         for name, param in parts.items():
-            param.copy_(own[name])
+            param.copy_(originals[name])
         if run.is_owner:
             with (run.folder / "averages.jsonl").open("a") as file:
                 file.write(f"{json.dumps({'step': run.state.step, **figures})}\n")

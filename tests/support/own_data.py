@@ -76,9 +76,9 @@ class SavedPointStream(PointStream):
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the points, from a place that was loaded on."""
         start, self._start = self._start, 0
-        for place in range(start, len(self)):
-            self._place = place + 1
-            yield self._points[place]
+        for index in range(start, len(self)):
+            self._place = index + 1
+            yield self._points[index]
 
     def state_dict(self) -> dict[str, int]:
         """Return the place."""
@@ -126,9 +126,9 @@ def pad(samples: Sequence[tuple[Tensor, Tensor]]) -> Any:
 
 def hide_words(samples: list[tuple[Tensor, Tensor]], share: float) -> Any:
     """Pad, and set a random share of the tokens to zero; the samples are changed, as some collates do."""
-    for place, (inputs, targets) in enumerate(samples):
+    for index, (inputs, targets) in enumerate(samples):
         hidden = torch.from_numpy(np.random.random(len(inputs)) < share)  # noqa: NPY002 - what a user may draw from
-        samples[place] = (inputs.masked_fill(hidden | (torch.rand(len(inputs)) < share), 0), targets)
+        samples[index] = (inputs.masked_fill(hidden | (torch.rand(len(inputs)) < share), 0), targets)
     return pad(samples)
 
 

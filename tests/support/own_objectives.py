@@ -151,8 +151,8 @@ def teacher() -> nn.Module:
 
 def taught_sum(model: nn.Module, batch: tuple[Tensor, ...]) -> tuple[Tensor, float]:
     """The same, for the oracle."""
-    wanted = teacher().double().eval()(batch[0]).detach()
-    return (model(batch[0]) - wanted).square().sum(), float(len(batch[1]))
+    targets = teacher().double().eval()(batch[0]).detach()
+    return (model(batch[0]) - targets).square().sum(), float(len(batch[1]))
 
 
 def _no_run(folder: str, which: str) -> nn.Module:

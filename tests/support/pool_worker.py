@@ -38,8 +38,8 @@ def main(descriptor: int) -> None:
 
 def _serve(connection: Connection) -> None:
     gc.unfreeze()  # a fork has frozen what it began with
-    found = [one for one in gc.get_objects() if type(one) is _lru_cache_wrapper]
-    caches = [one for one in found if one.__module__.startswith("torch.distributed.tensor")]
+    wrappers = [instance for instance in gc.get_objects() if type(instance) is _lru_cache_wrapper]
+    caches = [wrapper for wrapper in wrappers if wrapper.__module__.startswith("torch.distributed.tensor")]
     gc.freeze()  # a collection after each request is quick
     while True:
         try:

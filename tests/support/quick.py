@@ -215,10 +215,10 @@ def serve(imports: str, address: str, reader: str) -> int:
 def _answer(link: socket.socket, imports: str) -> int:
     head, (*files, reader), _, _ = socket.recv_fds(link, 4, 250)
     _end_with(reader)
-    (left,) = struct.unpack("!I", head)
+    (size,) = struct.unpack("!I", head)
     body = bytearray()
-    while len(body) < left:
-        body += link.recv(left - len(body))
+    while len(body) < size:
+        body += link.recv(size - len(body))
     module, arguments, folder, environ, passed = json.loads(body)
     first_free = max([63, link.fileno(), reader, *files, *passed]) + 1
     link, before = socket.socket(fileno=fcntl.fcntl(link, fcntl.F_DUPFD_CLOEXEC, first_free)), link
@@ -278,8 +278,8 @@ def _run_trainkit(arguments: list[str]) -> int:
 
 def _run_main(module: str, arguments: list[str]) -> int:
     sys.path[0] = str(Path.cwd())
-    own = [place for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place and place not in sys.path]
-    sys.path[1:1] = own
+    paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and path not in sys.path]
+    sys.path[1:1] = paths
     return int(importlib.import_module(module).main(arguments))
 
 
@@ -287,10 +287,10 @@ def _run_as_it_is(module: str, arguments: list[str]) -> int:
     """Do what `python -m MODULE` does in a process that has imported only what is imported here already."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
         del sys.modules[name]
-    own = [place for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place]
+    paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     last = [str(ROOT)] if str(ROOT) in sys.path else []  # an editable installation has it behind all others
-    rest = [place for place in sys.path if place not in ("", str(ROOT), *own)]
-    sys.path[:] = [str(Path.cwd()), *own, *rest, *last]
+    rest = [path for path in sys.path if path not in ("", str(ROOT), *paths)]
+    sys.path[:] = [str(Path.cwd()), *paths, *rest, *last]
     sys.argv = [module, *arguments]
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -186,16 +186,16 @@ def differences(actual: dict[str, Tensor], expected: Trained, *, tolerance: floa
     exact arithmetic (the bias of an attention's keys) moves by rounding alone and has no relative error: one whose
     gradient norm stayed under 1e-12 of the largest is held to 1e-8 x the sum of the learning rates.
     """
-    wanted = {name: value.detach() for name, value in expected.model.named_parameters()}
-    wanted |= dict(expected.model.named_buffers())
-    found = [f"{name}: missing" for name in wanted.keys() - actual.keys()]
-    found += [f"{name}: unexpected" for name in actual.keys() - wanted.keys()]
+    exact = {name: value.detach() for name, value in expected.model.named_parameters()}
+    exact |= dict(expected.model.named_buffers())
+    errors = [f"{name}: missing" for name in exact.keys() - actual.keys()]
+    errors += [f"{name}: unexpected" for name in actual.keys() - exact.keys()]
     largest = max(expected.gradient_norms.values())
-    for name in sorted(wanted.keys() & actual.keys()):
-        error = float((actual[name].double() - wanted[name].double()).norm())
+    for name in sorted(exact.keys() & actual.keys()):
+        error = float((actual[name].double() - exact[name].double()).norm())
         if expected.gradient_norms.get(name, largest) < 1e-12 * largest:
             if error > 1e-8 * sum(expected.rates):
-                found.append(f"{name}: absolute error {error:.3g} of a parameter whose gradient is zero")
-        elif error > tolerance * float(wanted[name].double().norm()):
-            found.append(f"{name}: relative error {error / float(wanted[name].double().norm()):.3g}")
-    return found
+                errors.append(f"{name}: absolute error {error:.3g} of a parameter whose gradient is zero")
+        elif error > tolerance * float(exact[name].double().norm()):
+            errors.append(f"{name}: relative error {error / float(exact[name].double().norm()):.3g}")
+    return errors

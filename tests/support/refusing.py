@@ -14,10 +14,10 @@ from trainkit.errors import ConfigError
 Refuse = Callable[..., list[str]]
 
 
-def refused(call: Callable[..., object], *given: Any, **keys: Any) -> list[str]:
+def refused(call: Callable[..., object], *args: Any, **keys: Any) -> list[str]:
     """Return the problems of a call that must be refused, as the user reads them."""
     with pytest.raises(ConfigError) as caught:
-        call(*given, **keys)
+        call(*args, **keys)
     return [str(problem) for problem in caught.value.problems]
 
 

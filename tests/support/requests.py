@@ -12,8 +12,8 @@ from trainkit.objectives.classification import Classification
 from trainkit.strategies.base import Data, LossWeighting, Numerics, SetupRequest, StepContext, UpdateParams
 
 
-def request_for(model: nn.Module, **given: Any) -> SetupRequest:
-    """A request with a training that nobody runs; `given` are its other fields."""
+def request_for(model: nn.Module, **fields: Any) -> SetupRequest:
+    """A request with a training that nobody runs; `fields` are its other fields."""
     training = StepContext(
         plan=BatchPlan(num_samples=8, global_size=8, micro_size=8),
         objective=Classification(),
@@ -21,7 +21,7 @@ def request_for(model: nn.Module, **given: Any) -> SetupRequest:
         rule=lambda _version: UpdateParams(lr_factor=1.0, max_norm=None),
     )
     defaults = {"numerics": Numerics(), "training": training, "open_data": _no_data}
-    return SetupRequest(model=model, **{**defaults, **given})
+    return SetupRequest(model=model, **{**defaults, **fields})
 
 
 def _no_data(device: torch.device) -> Data:

@@ -11,8 +11,8 @@ __all__ = ["result_of", "sha256"]
 
 def result_of(folder: str | Path) -> dict[str, Any]:
     """Return the content of `result.json`."""
-    found: dict[str, Any] = json.loads(Path(folder, "result.json").read_text())
-    return found
+    result: dict[str, Any] = json.loads(Path(folder, "result.json").read_text())
+    return result
 
 
 def sha256(folder: str | Path) -> str:

@@ -9,7 +9,7 @@ __all__ = ["latest"]
 
 def latest(*arguments: str) -> list[str]:
     """Return arguments of which the last of each key is left: a command that gives a key twice is refused."""
-    kept: tuple[str, ...] = ()
+    last: tuple[str, ...] = ()
     for argument in arguments:
-        kept = replacing(kept, argument)
-    return list(kept)
+        last = replacing(last, argument)
+    return list(last)

@@ -33,9 +33,9 @@ def thin(items: Sequence[pytest.Item]) -> None:
         return
     named = killers()
     for cases in modules.values():
-        kept = covering([pairs(case) for case in cases], [case.nodeid in named for case in cases])
+        chosen = covering([pairs(case) for case in cases], [case.nodeid in named for case in cases])
         for number, case in enumerate(cases):
-            if number not in kept and case.get_closest_marker("long") is None:
+            if number not in chosen and case.get_closest_marker("long") is None:
                 case.add_marker(pytest.mark.matrix)
 
 
@@ -53,21 +53,21 @@ def pairs(case: pytest.Function) -> frozenset[Pair]:
     return frozenset(combinations(factors, min(2, len(factors))))
 
 
-def covering(cases: Sequence[frozenset[Pair]], kept: Sequence[bool]) -> frozenset[int]:
+def covering(cases: Sequence[frozenset[Pair]], required: Sequence[bool]) -> frozenset[int]:
     """Choose cases until each pair of values of any case is in a chosen one.
 
     Args:
         cases: the pairs of each case.
-        kept: which cases are chosen whatever their pairs are.
+        required: which cases are chosen whatever their pairs are.
 
     Returns:
-        The chosen cases' places: the ones kept, then greedily the case with the most pairs that no chosen case has,
-        the first of equals.
+        The indices of the chosen cases: the required ones, then one after the other the case with the most pairs
+        that no chosen case has, the first of equals.
     """
-    chosen = {place for place, keep in enumerate(kept) if keep}
-    missing = frozenset().union(*cases).difference(*(cases[place] for place in chosen))
+    chosen = {index for index, keep in enumerate(required) if keep}
+    missing = frozenset().union(*cases).difference(*(cases[index] for index in chosen))
     while missing:
-        best = max(range(len(cases)), key=lambda place: len(cases[place] & missing))
+        best = max(range(len(cases)), key=lambda index: len(cases[index] & missing))
         chosen.add(best)
         missing -= cases[best]
     return frozenset(chosen)

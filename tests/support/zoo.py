@@ -372,8 +372,8 @@ class HiddenTokens(LanguageModelling):
 
     def loss_from_hidden(self, hidden: Tensor, output: OutputLayer, targets: Tensor) -> Loss:
         """Sum the loss of the language model in chunks, however few its scores are."""
-        layer, given = output.layer, (hidden.flatten(0, 1), output.layer.weight, targets.flatten())
-        loss = linear_cross_entropy(*given, bias=layer.bias, score=output.score, part=output.part, few=0)
+        layer, tensors = output.layer, (hidden.flatten(0, 1), output.layer.weight, targets.flatten())
+        loss = linear_cross_entropy(*tensors, bias=layer.bias, score=output.score, part=output.part, few=0)
         return Loss(loss_sum=loss, weight=(targets != PAD).sum())
 
 
@@ -393,7 +393,7 @@ def torch_sum(model: nn.Module, batch: tuple[Tensor, ...]) -> tuple[Tensor, floa
     if targets.is_floating_point():
         weight = float(targets[:, 0].numel())
     else:
-        weight = sum(CLASS_WEIGHTS[one] for one in targets.flatten().tolist() if one != PAD)
+        weight = sum(CLASS_WEIGHTS[label] for label in targets.flatten().tolist() if label != PAD)
     if not weight:
         return 0.0 * model(inputs).sum(), 0.0
     return functional.cross_entropy(model(inputs), targets, weight=weights, label_smoothing=0.1) * weight, weight
@@ -417,16 +417,16 @@ class Odd(Classification):
 
     def loss(self, model: Any, batch: Any) -> Loss:
         """As usual, and what `kind` says."""
-        found = super().loss(model, batch)
+        result = super().loss(model, batch)
         inputs, _ = batch
         if not model.training or not (inputs == Points().inputs[self.bad].to(inputs)).all(1).any():
-            return found
+            return result
         if self.kind == "buffer":
             next(model.buffers()).data.fill_(torch.inf)
-            return found
+            return result
         nothing = 0.0 * next(model.parameters()).sum()
         odd = torch.full_like(nothing, torch.inf).detach() if self.kind == "loss" else 0.0 * nothing.sqrt()
-        return Loss(found.loss_sum + odd, found.weight, found.extra, found.outputs, found.targets)
+        return Loss(result.loss_sum + odd, result.weight, result.extra, result.outputs, result.targets)
 
 
 class ChangesItself(Net):
