@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks import report
 from tests.contract.stepping import Case, _Rank
 from tests.support import zoo
-from tests.support.pool import Place, Pool
+from tests.support.pool import Member, Pool
 
 BLOCKS = 8
 SCHEDULES: dict[str, dict[str, Any]] = {
@@ -88,9 +88,9 @@ class Sleeping(Case):
         return nn.Sequential(*(Sleeper(self.seconds) for _ in range(BLOCKS)))
 
 
-def bubbles(place: Place, case: Sleeping) -> list[tuple[float, float]]:
+def bubbles(member: Member, case: Sleeping) -> list[tuple[float, float]]:
     """Return (measured, ideal) of each step on this rank, without the first two."""
-    rank = _Rank(place, case)
+    rank = _Rank(member, case)
     executor, measured = rank.setup(0), []
     for ticket in executor.tickets(rank.position, case.num_steps):
         if rank.position.step == case.num_steps:

@@ -7,14 +7,14 @@ from unittest import mock
 
 import trainkit
 from tests.launchers.joining import variables
-from tests.support.pool import Place
+from tests.support.pool import Member
 from trainkit.errors import TrainkitError
 from trainkit.trainer.events import Callback, Run
 
 
-def weights_of_both(place: Place, folder: str, port: int, *overrides: str) -> tuple[str | None, str | None]:
+def weights_of_both(member: Member, folder: str, port: int, *overrides: str) -> tuple[str | None, str | None]:
     """Train by the trainer's loop, then by `step` and by its parts in turn; return the hashes of the weights."""
-    with mock.patch.dict(os.environ, variables(place, port)), contextlib.chdir(folder):
+    with mock.patch.dict(os.environ, variables(member, port)), contextlib.chdir(folder):
         expected = trainkit.train(overrides, run_dir="trainer").get("weights_sha256")
         with trainkit.session(overrides, run_dir="loop") as session:
             for _ in session.batches():
@@ -28,9 +28,9 @@ def weights_of_both(place: Place, folder: str, port: int, *overrides: str) -> tu
         return expected, session.result.get("weights_sha256")
 
 
-def failure_of_a_loop(place: Place, folder: str, port: int, *overrides: str) -> str:
+def failure_of_a_loop(member: Member, folder: str, port: int, *overrides: str) -> str:
     """Let the loop of rank 1 fail after two steps; return what ends this rank."""
-    with mock.patch.dict(os.environ, variables(place, port)), contextlib.chdir(folder):
+    with mock.patch.dict(os.environ, variables(member, port)), contextlib.chdir(folder):
         try:
             with trainkit.session(overrides, run_dir="loop") as session:
                 for _ in session.batches():

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.contract.stepping import Case, _Rank
-from tests.support.pool import Place, Pool
+from tests.support.pool import Member, Pool
 from tests.support.saving import save
 from trainkit.strategies.base import Executor, PlanContext, Strategy
 from trainkit.trainer.checkpoint.saving import Saver
@@ -34,9 +34,9 @@ def cross(pool: Pool, case: Case, *, source: Path | None, target: Path, saves_at
     return crossed
 
 
-def cross_rank(place: Place | None, case: Case, source: Path | None, target: Path, saves_at: int) -> Crossed:
+def cross_rank(member: Member | None, case: Case, source: Path | None, target: Path, saves_at: int) -> Crossed:
     """One rank of it."""
-    rank = _Rank(place, case)
+    rank = _Rank(member, case)
     executor = rank.setup(0)
     try:
         if source is not None:

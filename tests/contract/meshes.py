@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from tests.contract.crossing import cross
 from tests.contract.stepping import Case, _Rank, oracle
 from tests.support import zoo
-from tests.support.pool import Place, Pool
+from tests.support.pool import Member, Pool
 from trainkit.models.gpt import Gpt
 from trainkit.objectives.language_modelling import LanguageModelling
 from trainkit.strategies.base import PlanContext
@@ -139,9 +139,9 @@ class Ended(NamedTuple):
     losses: list[float]
 
 
-def begin_and_train(place: Place | None, case: MeshCase) -> Ended:
+def begin_and_train(member: Member | None, case: MeshCase) -> Ended:
     """Train all steps on one rank."""
-    rank = _Rank(place, case)
+    rank = _Rank(member, case)
     executor = rank.setup(0)
 
     def weights() -> dict[str, Tensor]:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from tests.support import drawing_models, own_objectives, reference, zoo
 from tests.support.counting import Calls, StepTrace, counting_graphs
-from tests.support.pool import Place, Pool
+from tests.support.pool import Member, Pool
 from trainkit.cluster.tasks import Identity
 from trainkit.config.targets.build import build, resolve_target
 from trainkit.config.targets.choices import read_choice
@@ -268,9 +268,9 @@ def train_in_threads(store: tuple[str, int], case: Case) -> list[Trained]:
     strategy = case.make_strategy()
     tasks = strategy.tasks(PlanContext())
     prefix = f"threads/{uuid4()}"
-    places = [Place(rank=rank, num_ranks=len(tasks), store=store, prefix=prefix) for rank in range(len(tasks))]
+    members = [Member(rank=rank, num_ranks=len(tasks), store=store, prefix=prefix) for rank in range(len(tasks))]
     with ThreadPoolExecutor(len(tasks)) as threads:
-        trained = list(threads.map(lambda place: run_rank(place, case), places))
+        trained = list(threads.map(lambda member: run_rank(member, case), members))
     return [rank for rank, task in zip(trained, tasks, strict=True) if strategy.runs_loop(task)]
 
 
@@ -298,16 +298,16 @@ def oracle(case: Case, **others: Any) -> reference.Trained:
     return reference.train(max_norm=case.max_norm, **arguments_of(case) | others)
 
 
-def run_rank(place: Place | None, case: Case) -> Trained:
+def run_rank(member: Member | None, case: Case) -> Trained:
     """One rank, from a new process group to its end."""
-    rank = _Rank(place, case)
+    rank = _Rank(member, case)
     return rank.train() if rank.strategy.runs_loop(rank.task) else rank.assist()
 
 
-def refused_by_rank(place: Place, case: Case) -> str:
+def refused_by_rank(member: Member, case: Case) -> str:
     """The error that each rank of a case ends with; a task that raised would end the processes of the pool."""
     try:
-        run_rank(place, case)
+        run_rank(member, case)
     except (TrainingError, ConfigError) as error:
         dist.destroy_process_group()
         return str(error)
@@ -320,9 +320,9 @@ def refusals_of(pool: Pool, case: Case) -> set[str]:
     return set(pool.run("tests.contract.stepping.refused_by_rank", case, num_ranks=count))
 
 
-def calls_of_a_step(place: Place | None, case: Case) -> dict[str, Calls]:
+def calls_of_a_step(member: Member | None, case: Case) -> dict[str, Calls]:
     """What the last step of a case calls on this rank, by phase; the operations of a compiled step as of its graphs."""
-    rank, trace = _Rank(place, case), StepTrace()
+    rank, trace = _Rank(member, case), StepTrace()
     rank.on_phase = trace.listen
     with counting_graphs(trace) if case.shaping.graph_settings else nullcontext():
         executor = rank.setup(0)
@@ -345,8 +345,8 @@ class _Position:
 class _Rank:
     """One rank of a case."""
 
-    def __init__(self, place: Place | None, case: Case) -> None:
-        self.place, self.case, self.position = place, case, _Position()
+    def __init__(self, member: Member | None, case: Case) -> None:
+        self.member, self.case, self.position = member, case, _Position()
         self.data, self.strategy = case.make_data(), case.make_strategy()
         count = len(self.data)
         self.order = SampleOrder(num_samples=count, seed=case.seed)
@@ -364,7 +364,7 @@ class _Rank:
         self.samples: list[list[int]] = []
         self.computed: dict[int, list[int]] = {}
         self.norms: list[float] = []
-        self.task = self.strategy.tasks(PlanContext())[place.rank if place else 0]
+        self.task = self.strategy.tasks(PlanContext())[member.rank if member else 0]
         self.random = Random(self.task.rank)
 
     def fetch(self, ticket: Ticket) -> list[Any]:
@@ -445,9 +445,9 @@ class _Rank:
     def _identity(self, part: int) -> Identity:
         return Identity(
             task=self.task,
-            num_ranks=self.place.num_ranks if self.place else 1,
-            store=self.place.store if self.place else None,
-            prefix=f"{self.place.prefix}/{part}" if self.place else "",
+            num_ranks=self.member.num_ranks if self.member else 1,
+            store=self.member.store if self.member else None,
+            prefix=f"{self.member.prefix}/{part}" if self.member else "",
             token="of this test",
         )
 

@@ -22,7 +22,7 @@ from tests.contract.stepping import Case, Frozen, Trained, oracle, run_rank, tra
 from tests.contract.test_optimizers import Match
 from tests.contract.test_updates import Words
 from tests.support import reference, second_device
-from tests.support.pool import Place, Pool
+from tests.support.pool import Member, Pool
 from tests.support.second_device import fetch
 from trainkit.errors import ConfigError, TrainingError
 from trainkit.strategies.base import PlanContext
@@ -243,21 +243,21 @@ def test_replicas_that_placed_a_block_differently_are_refused(pool: Pool) -> Non
     assert [text.startswith(refused) for text in ranks] == [True, True]
 
 
-def misplaced(place: Place, case: Case) -> str:
+def misplaced(member: Member, case: Case) -> str:
     """What a rank says where the second one has a map of its own; run by the pool."""
-    device_map = {"0": 1, "rest": 0} if place.rank else {"0": 0, "rest": 1}
+    device_map = {"0": 1, "rest": 0} if member.rank else {"0": 0, "rest": 1}
     try:
-        run_rank(place, replace(case, settings=case.settings | {"map": device_map}))
+        run_rank(member, replace(case, settings=case.settings | {"map": device_map}))
     except TrainingError as error:
         torch.distributed.destroy_process_group()
         return str(error)
     return "nothing"
 
 
-def on_two_devices(place: Place, case: Case) -> Trained:
+def on_two_devices(member: Member, case: Case) -> Trained:
     """One rank of a case whose replicas have two devices; run by the pool."""
     with second_device.two_devices():
-        trained = run_rank(place, case)
+        trained = run_rank(member, case)
         devices = {key: tensor.device.type for key, tensor in trained.state.items() if key.startswith("param/")}
         assert {key.split("/")[1][0]: kind for key, kind in devices.items()} == {"0": "meta", "2": "cpu"}
         return replace(trained, state={key: fetch(tensor) for key, tensor in trained.state.items()})

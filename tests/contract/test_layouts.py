@@ -13,7 +13,7 @@ from torch import nn
 from tests.contract.checks import assert_reference
 from tests.contract.stepping import STRATEGIES, Case, refused_by_rank, train
 from tests.support import zoo
-from tests.support.pool import Place, Pool
+from tests.support.pool import Member, Pool
 from tests.support.requests import request_for
 from trainkit.cluster.tasks import Identity, Task
 from trainkit.errors import ConfigError
@@ -142,9 +142,9 @@ def test_a_slice_of_a_larger_tensor_is_trained_as_the_reference_does(strategy: s
     assert_reference(train(pool, placed(replace(plain, build=sliced), strategy)), plain)
 
 
-def with_other_strides_on_rank_1(place: Place, case: Case) -> str:
+def with_other_strides_on_rank_1(member: Member, case: Case) -> str:
     """The refusal of one rank of a case, whose second rank has transposed weights."""
-    return refused_by_rank(place, replace(case, task="transposed" if place.rank else "classes"))
+    return refused_by_rank(member, replace(case, task="transposed" if member.rank else "classes"))
 
 
 def test_strides_that_differ_between_ranks_are_refused_by_name(pool: Pool) -> None:

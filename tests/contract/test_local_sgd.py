@@ -19,7 +19,7 @@ from tests.contract.running import run
 from tests.contract.stepping import Case, arguments_of, oracle, run_rank, train
 from tests.contract.test_updates import Words
 from tests.support import apart, reference, zoo
-from tests.support.pool import Place, Pool
+from tests.support.pool import Member, Pool
 from trainkit.strategies.base import Numerics, PlanContext
 from trainkit.strategies.local_sgd import LocalSgd, OuterOptimizer
 from trainkit.trainer.manifest import list_complete
@@ -97,7 +97,7 @@ def test_momentum_of_sparse_gradients_is_averaged(pool: Pool) -> None:
     assert all(torch.equal(rank.state[key], ranks[0].state[key]) for rank in ranks)
 
 
-def exchanges(place: Place, case: Case) -> list[tuple[int, int]]:
+def exchanges(member: Member, case: Case) -> list[tuple[int, int]]:
     """All-reduces and gathers of a training of one step, of two, and so on."""
     plain, counts = (dist.all_reduce, dist.all_gather), [0, 0]
 
@@ -113,7 +113,7 @@ def exchanges(place: Place, case: Case) -> list[tuple[int, int]]:
     try:
         for steps in range(1, case.num_steps + 1):
             counts[:] = 0, 0
-            run_rank(replace(place, prefix=f"{place.prefix}/{steps}"), replace(case, num_steps=steps))
+            run_rank(replace(member, prefix=f"{member.prefix}/{steps}"), replace(case, num_steps=steps))
             calls.append((counts[0], counts[1]))
     finally:
         dist.all_reduce, dist.all_gather = plain

@@ -28,7 +28,7 @@ from tests.contract.stepping import Case, Trained, oracle, refusals_of, train
 from tests.contract.test_reducers import distance
 from tests.support import zoo
 from tests.support.counted import bytes_of_rank, bytes_of_start
-from tests.support.pool import Place, Pool, TaskError
+from tests.support.pool import Member, Pool, TaskError
 from tests.support.requests import request_for
 from trainkit.cluster.tasks import Identity, Task
 from trainkit.numerics.precision import Precision
@@ -124,18 +124,18 @@ def test_rounded_parameters_have_masters_that_are_cut_and_saved(
     assert expected.losses[-1] == pytest.approx(oracle(base).losses[-1], rel=0.02)
 
 
-def drift(place: Place, wrong: int, name: str) -> str | None:
+def drift(member: Member, wrong: int, name: str) -> str | None:
     """What the check of the replicas says, once a rank has changed one bit of what it holds."""
     strategy = TensorParallel(degree=2, replicas=2, plan=MLP)
-    task = Task(role="worker", index=place.rank, rank=place.rank, device="cpu")
+    task = Task(role="worker", index=member.rank, rank=member.rank, device="cpu")
     request = request_for(
         zoo.Net(width=8),
-        identity=Identity(task=task, num_ranks=place.num_ranks, store=place.store, prefix=place.prefix),
+        identity=Identity(task=task, num_ranks=member.num_ranks, store=member.store, prefix=member.prefix),
         precision=Precision(value="fp32"),
         make_optimizer=lambda params: torch.optim.SGD(list(params.values()), lr=0.1),
     )
     executor = strategy.setup(request)
-    if place.rank == wrong:
+    if member.rank == wrong:
         executor.local.params[name].detach().view(-1)[-1:].view(torch.int32).bitwise_xor_(1)
     drifted = executor.check_replicas()
     executor.close()

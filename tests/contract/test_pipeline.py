@@ -21,7 +21,7 @@ from tests.contract.checks import alone, assert_bits, assert_close, assert_refer
 from tests.contract.running import run, weights
 from tests.contract.stepping import Case, Trained, _Rank, refusals_of, train
 from tests.support import object_models, zoo
-from tests.support.pool import Place, Pool
+from tests.support.pool import Member, Pool
 from trainkit.errors import ConfigError
 from trainkit.objectives.language_modelling import LanguageModelling
 from trainkit.strategies.base import PlanContext
@@ -124,10 +124,10 @@ def test_a_replica_without_a_shard_in_a_short_batch_takes_part(schedule: str, po
     assert [len(rank.samples[2]) for rank in ranks] == [5, 0, 0, 0]
 
 
-def exchanges_of_the_last_step(place: Place, case: Case) -> dict[str, int]:
+def exchanges_of_the_last_step(member: Member, case: Case) -> dict[str, int]:
     """All-reduces while autograd computes, in a backward pass or after it, and after all backward passes."""
     calls = {"inside": 0, "beside": 0, "after": 0}
-    rank, all_reduce, current = _Rank(place, case), dist.all_reduce, [""]
+    rank, all_reduce, current = _Rank(member, case), dist.all_reduce, [""]
     rank.on_phase = lambda phase, _step: current.__setitem__(0, phase)
 
     def count(tensor: Tensor, **options: Any) -> Any:
@@ -200,14 +200,14 @@ def test_an_overflow_on_one_stage_is_tried_again_by_all(pool: Pool) -> None:
     assert ranks[0].scale < 65536
 
 
-def drifts(place: Place, case: Case) -> str | None:
+def drifts(member: Member, case: Case) -> str | None:
     """What the check of replicas says once one of them has gone its own way."""
-    rank = _Rank(place, case)
+    rank = _Rank(member, case)
     executor = rank.setup(0)
     try:
         assert executor.check_replicas() is None
         assert isinstance(executor.local, Replica)
-        if place.rank == 3:
+        if member.rank == 3:
             with torch.no_grad():
                 next(iter(executor.local.params.values())).add_(1.0)
         return executor.check_replicas()
@@ -221,9 +221,9 @@ def test_a_stage_that_differs_between_replicas_is_named(pool: Pool) -> None:
     assert set(texts) == {"the parameter 2.weight differs on rank 3 from rank 1, which holds the same part of it."}
 
 
-def params_of(place: Place, case: Case) -> tuple[list[str], list[str]]:
+def params_of(member: Member, case: Case) -> tuple[list[str], list[str]]:
     """The parameters that have numbers on this rank, and the parameters that it writes."""
-    rank = _Rank(place, case)
+    rank = _Rank(member, case)
     executor = rank.setup(0)
     try:
         materialized = [name for name, param in executor.local.model.named_parameters() if not param.is_meta]

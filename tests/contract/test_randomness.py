@@ -21,7 +21,7 @@ from tests.contract.checks import assert_close, assert_reference
 from tests.contract.running import run
 from tests.contract.stepping import PLACES, Case, _Rank, train
 from tests.support import reference
-from tests.support.pool import Place, Pool
+from tests.support.pool import Member, Pool
 from tests.support.zoo import Net
 from trainkit.objectives.base import Loss, Model
 from trainkit.objectives.classification import Classification
@@ -222,9 +222,9 @@ class Unseeded(Net):
                 tensor.copy_(torch.rand(tensor.shape, generator=generator))
 
 
-def tensors_of(place: Place, case: Case) -> dict[str, Tensor]:
+def tensors_of(member: Member, case: Case) -> dict[str, Tensor]:
     """The tensors of a rank before the first step; those of sharded parameters are its parts."""
-    executor = _Rank(place, case).setup(0)
+    executor = _Rank(member, case).setup(0)
     model = executor.local.model
     tensors = {
         name: local_part(tensor).detach().clone()

@@ -19,7 +19,7 @@ from torch import Tensor
 from tests.contract.checks import assert_bits, assert_reference
 from tests.contract.running import run, weights
 from tests.contract.stepping import Case, train
-from tests.support.pool import Place, Pool
+from tests.support.pool import Member, Pool
 from trainkit.config.identity import fingerprint
 from trainkit.config.schema import RunConfig
 from trainkit.strategies.base import PlanContext
@@ -98,13 +98,13 @@ def test_buckets_change_nothing(kind: str, pool: Pool) -> None:
     assert all(torch.equal(tensor, expected[name]) for name, tensor in parts.items())
 
 
-def sums_of(place: Place, kind: Any) -> list[list[float]]:
+def sums_of(member: Member, kind: Any) -> list[list[float]]:
     """Two gradients of 1.0001, then what is no gradient."""
     packing = FlatBuffer([torch.Size([1]), torch.Size([])] + [torch.Size([1])] * 2, torch.float32, CPU, num_grads=2)
     reducer = BackendReducer(compressor=Compressor(kind, powersgd_after=2))
     grads = [torch.full(shape, 1.0001) for shape in packing.shapes]
     for _ in range(3):
-        reducer.begin(packing, num_shards=place.num_ranks)
+        reducer.begin(packing, num_shards=member.num_ranks)
         reducer.add(0, grads)
         sums = reducer.finish()
     return [total.tolist() for total in sums if total is not None]
@@ -116,7 +116,7 @@ def test_buffers_and_counted_weights_are_never_compressed(kind: str, expected: f
         assert sums == [[pytest.approx(expected)], pytest.approx(expected), *([[pytest.approx(2.0002)]] * 2)]
 
 
-def wire_bytes(place: Place, kind: Any) -> list[int]:
+def wire_bytes(member: Member, kind: Any) -> list[int]:
     """Bytes of every all-reduce of three steps over a matrix of 64 x 64 and a vector of 64."""
     sizes: list[int] = []
     all_reduce = dist.all_reduce
@@ -132,7 +132,7 @@ def wire_bytes(place: Place, kind: Any) -> list[int]:
     try:
         for step in range(3):
             grads = [torch.full(shape, 1.0 + step) for shape in packing.shapes]
-            reducer.begin(packing, num_shards=place.num_ranks)
+            reducer.begin(packing, num_shards=member.num_ranks)
             reducer.add(0, grads)
             reducer.finish()
     finally:
@@ -153,10 +153,10 @@ def test_fewer_bytes_are_sent(kind: str, expected: list[int], pool: Pool) -> Non
     assert pool.run("tests.contract.test_reducers.wire_bytes", kind, num_ranks=2, group=True) == [expected] * 2
 
 
-def resumed(place: Place) -> dict[str, object]:
+def resumed(member: Member) -> dict[str, object]:
     from tests.contract.stepping import _Rank
 
-    rank = _Rank(place, compressed(BASE, compression="powersgd", powersgd_after=4))
+    rank = _Rank(member, compressed(BASE, compression="powersgd", powersgd_after=4))
     executor = rank.setup(0)
     rank.steps(executor, 3)
     saved = executor.state_dict_extra()

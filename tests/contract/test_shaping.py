@@ -24,7 +24,7 @@ from tests.contract.running import run
 from tests.contract.stepping import Case, oracle, run_rank, train
 from tests.support import reference, zoo
 from tests.support.counting import Counting, StepTrace
-from tests.support.pool import Place, Pool
+from tests.support.pool import Member, Pool
 from tests.support.present import present
 from trainkit.errors import ConfigError, TrainkitError
 from trainkit.models.gpt import Gpt
@@ -310,11 +310,11 @@ def test_recomputed_blocks_train_as_the_reference_does(strategy: str, pool: Pool
     assert_reference(train(pool, case), case)
 
 
-def graphs_of_a_rank(place: Place | None, case: Case) -> tuple[int, dict[str, Tensor]]:
+def graphs_of_a_rank(member: Member | None, case: Case) -> tuple[int, dict[str, Tensor]]:
     """How many graphs a rank has compiled, and the weights that it ends with."""
     torch._dynamo.reset()
     before = counters["stats"]["unique_graphs"]
-    weights = run_rank(place, case).weights
+    weights = run_rank(member, case).weights
     return counters["stats"]["unique_graphs"] - before, weights
 
 

@@ -23,7 +23,7 @@ from tests.contract.checks import alone, assert_bits, assert_close, assert_refer
 from tests.contract.running import run, weights
 from tests.contract.stepping import OPTIMIZERS, Case, Frozen, _Rank, oracle, train, train_in_threads
 from tests.support import reference, zoo
-from tests.support.pool import Place, Pool
+from tests.support.pool import Member, Pool
 from tests.support.present import present
 from trainkit.numerics.batch import BatchPlan, SampleOrder
 from trainkit.strategies.base import Numerics, PlanContext
@@ -137,8 +137,8 @@ def test_numbers_of_sparse_gradients_are_changed_in_place() -> None:
     assert present(grads[2]).to_dense().tolist() == [0.0, 6.0, 0.0]
 
 
-def figures_of(place: Place, case: Case) -> dict[str, float]:
-    rank = _Rank(place, case)
+def figures_of(member: Member, case: Case) -> dict[str, float]:
+    rank = _Rank(member, case)
     executor = rank.setup(0)
     rank.steps(executor, 1)
     executor.close()

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
-from tests.support.pool import Place
+from tests.support.pool import Member
 from tests.support.settings import latest
 
 RUN = (
@@ -29,10 +29,10 @@ def free_port() -> int:
     return free_ports(1)[0]
 
 
-def variables(place: Place, port: int) -> dict[str, str]:
+def variables(member: Member, port: int) -> dict[str, str]:
     """Variables that a user sets by hand."""
     return {
-        "RANK": str(place.rank), "WORLD_SIZE": str(place.num_ranks), "MASTER_ADDR": "127.0.0.1",
+        "RANK": str(member.rank), "WORLD_SIZE": str(member.num_ranks), "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }  # fmt: skip
 
@@ -41,12 +41,12 @@ Outcome = tuple[dict[str, Any] | None, tuple[str, int, str] | None, str]
 """What it returned, what it raised, what it printed."""
 
 
-def train(place: Place, folder: str, port: int, *overrides: str, environ: dict[str, str] | None = None) -> Outcome:
+def train(member: Member, folder: str, port: int, *overrides: str, environ: dict[str, str] | None = None) -> Outcome:
     """Train as a process of a launch: what it returned, what it raised as (class, code, text), what it printed."""
     from trainkit import api
     from trainkit.errors import TrainkitError
 
-    launch_environ = variables(place, port) | (environ or {})
+    launch_environ = variables(member, port) | (environ or {})
     stderr = io.StringIO()
     with mock.patch.dict(os.environ, launch_environ), contextlib.chdir(folder), contextlib.redirect_stderr(stderr):
         try:
@@ -55,69 +55,69 @@ def train(place: Place, folder: str, port: int, *overrides: str, environ: dict[s
             return None, (type(error).__name__, error.exit_code, str(error)), stderr.getvalue()
 
 
-def train_twice(place: Place, folder: str, port: int) -> list[Outcome]:
+def train_twice(member: Member, folder: str, port: int) -> list[Outcome]:
     """Train, and train again as soon as that is done."""
-    return [train(place, folder, port, f"seed={seed}", f"hydra.run.dir=run_{seed}") for seed in (1, 2)]
+    return [train(member, folder, port, f"seed={seed}", f"hydra.run.dir=run_{seed}") for seed in (1, 2)]
 
 
-def train_unlike(place: Place, folder: str, port: int, arguments: list[list[str]]) -> Outcome:
+def train_unlike(member: Member, folder: str, port: int, arguments: list[list[str]]) -> Outcome:
     """Train, each process with arguments of its own."""
-    return train(place, folder, port, *arguments[place.rank])
+    return train(member, folder, port, *arguments[member.rank])
 
 
-def train_as(place: Place, folder: str, port: int, environ: dict[str, str], overrides: tuple[str, ...]) -> Outcome:
+def train_as(member: Member, folder: str, port: int, environ: dict[str, str], overrides: tuple[str, ...]) -> Outcome:
     """Train with further variables."""
-    local = {"LOCAL_RANK": str(place.rank), "LOCAL_WORLD_SIZE": str(place.num_ranks)}
-    return train(place, folder, port, *overrides, environ=local | environ)
+    local = {"LOCAL_RANK": str(member.rank), "LOCAL_WORLD_SIZE": str(member.num_ranks)}
+    return train(member, folder, port, *overrides, environ=local | environ)
 
 
 def train_as_task(
-    place: Place, folder: str, port: int, cluster: dict[str, list[str]], overrides: tuple[str, ...]
+    member: Member, folder: str, port: int, cluster: dict[str, list[str]], overrides: tuple[str, ...]
 ) -> Outcome:
     """Train as a task of a cluster that TF_CONFIG names; the first one, which waits for no late worker, comes last."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     from trainkit.run.rendezvous import barrier
 
-    store, other_ranks = TCPStore(*place.store, is_master=False), range(1, place.num_ranks)
+    store, other_ranks = TCPStore(*member.store, is_master=False), range(1, member.num_ranks)
     reachable = barrier.reachable
 
     def looking(host: str, port: int) -> bool:
-        store.set(f"{place.prefix}/{place.rank}", "")
+        store.set(f"{member.prefix}/{member.rank}", "")
         return reachable(host, port)
 
-    if place.rank == 0:
-        store.wait([f"{place.prefix}/{rank}" for rank in other_ranks])
-    role, index = [(role, index) for role, texts in cluster.items() for index in range(len(texts))][place.rank]
+    if member.rank == 0:
+        store.wait([f"{member.prefix}/{rank}" for rank in other_ranks])
+    role, index = [(role, index) for role, texts in cluster.items() for index in range(len(texts))][member.rank]
     task = json.dumps({"cluster": cluster, "task": {"type": role, "index": index}})
     # an evaluator lowers the priority of its process
     with mock.patch.object(os, "nice"), mock.patch.object(barrier, "reachable", looking):
         try:
-            return train(place, folder, port, *overrides, environ={"RANK": "", "WORLD_SIZE": "", "TF_CONFIG": task})
+            return train(member, folder, port, *overrides, environ={"RANK": "", "WORLD_SIZE": "", "TF_CONFIG": task})
         finally:  # also a task that is refused before it looks
-            store.set(f"{place.prefix}/{place.rank}", "")
+            store.set(f"{member.prefix}/{member.rank}", "")
 
 
-def train_alone(place: Place, folder: str, port: int, *overrides: str) -> Outcome:
+def train_alone(member: Member, folder: str, port: int, *overrides: str) -> Outcome:
     """Train as rank 0 of two; rank 1 never joins."""
-    return train(replace(place, num_ranks=2), folder, port, *overrides)
+    return train(replace(member, num_ranks=2), folder, port, *overrides)
 
 
-def train_impatiently(place: Place, folder: str, port: int, *overrides: str) -> Outcome:
+def train_impatiently(member: Member, folder: str, port: int, *overrides: str) -> Outcome:
     """Train where a locked folder is refused at once."""
     from trainkit.run.rendezvous import join as joining
 
     with mock.patch.object(joining, "_LOCK_TIMEOUT_S", 0.0):
-        return train(place, folder, port, *overrides)
+        return train(member, folder, port, *overrides)
 
 
-def train_apart(place: Place, folder: str, port: int, environs: list[dict[str, str]]) -> Outcome:
+def train_apart(member: Member, folder: str, port: int, environs: list[dict[str, str]]) -> Outcome:
     """Train, each process with variables of its own."""
-    return train(place, folder, port, environ=environs[place.rank])
+    return train(member, folder, port, environ=environs[member.rank])
 
 
-def train_with_one_unlike(place: Place, folder: str, port: int, name: str, answer: Any) -> Outcome:
+def train_with_one_unlike(member: Member, folder: str, port: int, name: str, answer: Any) -> Outcome:
     """Train where a function of trainkit returns something else on rank 1, or fails there."""
     behavior = {"side_effect": answer} if isinstance(answer, Exception) else {"return_value": answer}
-    with mock.patch(name, **behavior) if place.rank == 1 else contextlib.nullcontext():
-        return train(place, folder, port)
+    with mock.patch(name, **behavior) if member.rank == 1 else contextlib.nullcontext():
+        return train(member, folder, port)

@@ -18,7 +18,7 @@ import torch
 import yaml
 
 from tests.support.counting import Counting
-from tests.support.pool import Place, Pool
+from tests.support.pool import Member, Pool
 from tests.support.present import present
 from tests.support.refusing import refused
 from trainkit import api
@@ -215,8 +215,8 @@ def observed(num_ranks: int, arguments: tuple[str, ...], rank: int = 0, *, has_d
     return observe(plan.resolved(lambda: model), build_model(cfg) if has_data else model, rank=rank, has_data=has_data)
 
 
-def with_data(place: Place, arguments: tuple[str, ...]) -> ObservedSteps:
-    return observed(place.num_ranks, arguments, place.rank, has_data=True)
+def with_data(member: Member, arguments: tuple[str, ...]) -> ObservedSteps:
+    return observed(member.num_ranks, arguments, member.rank, has_data=True)
 
 
 @pytest.mark.slow

@@ -38,7 +38,7 @@ from tests.contract.stepping import Case, refusals_of, run_rank, train
 from tests.launchers.launches import launch_of
 from tests.support import zoo
 from tests.support.counting import Counting
-from tests.support.pool import Place, Pool
+from tests.support.pool import Member, Pool
 from tests.support.second_device import SecondDevice, send
 from trainkit.cluster.host import ProcessId, host_id
 from trainkit.cluster.tasks import Identity
@@ -126,11 +126,11 @@ def test_allowed_ones_are_left_as_they_are(reduce: str, pool: Pool) -> None:
     assert_close(train(pool, replace(IDLE, settings=settings)), alone(IDLE), atol=0)
 
 
-def grouped(place: Place, places: list[tuple[int, int]]) -> list[float]:
+def grouped(member: Member, places: list[tuple[int, int]]) -> list[float]:
     packing = FlatBuffer([torch.Size([3])], torch.float64, CPU)
-    reducer = HierarchicalReducer(places, rank=place.rank, timeout_s=60)
+    reducer = HierarchicalReducer(places, rank=member.rank, timeout_s=60)
     reducer.begin(packing, num_shards=4)
-    reducer.add(0, [torch.full((3,), 10.0**place.rank, dtype=torch.float64)])
+    reducer.add(0, [torch.full((3,), 10.0**member.rank, dtype=torch.float64)])
     total: list[float] = reducer.finish()[0].tolist()  # type: ignore[union-attr]
     return total
 
@@ -170,10 +170,10 @@ def test_ranks_that_cannot_share_memory_all_see_why(pool: Pool) -> None:
     assert pool.run("tests.strategies.test_exchanges.hindered", 8, num_ranks=2, group=True) == [None, None]
 
 
-def hindered(place: Place, size: int) -> str | None:
+def hindered(member: Member, size: int) -> str | None:
     """Look for an obstacle; with a size of 0 the system forbids rank 1 to open the memory of another process."""
-    collective = GroupCollective(rank=place.rank, num_ranks=2, device=CPU)
-    forbidden = place.rank == 1 and not size
+    collective = GroupCollective(rank=member.rank, num_ranks=2, device=CPU)
+    forbidden = member.rank == 1 and not size
     with patch.object(shared_memory, "_open", lambda _path: -1) if forbidden else nullcontext():
         return shared_memory_obstacle(collective, size)
 
@@ -274,13 +274,13 @@ def test_memory_that_cannot_be_shared_is_refused_with_what_to_use(peer: Peer, nu
     assert len(list(Path("/proc/self/fd").iterdir())) <= descriptors  # those of earlier tests may go meanwhile
 
 
-def sums_of_many_steps(place: Place) -> list[float]:
-    collective = GroupCollective(rank=place.rank, num_ranks=place.num_ranks, device=CPU)
+def sums_of_many_steps(member: Member) -> list[float]:
+    collective = GroupCollective(rank=member.rank, num_ranks=member.num_ranks, device=CPU)
     reducer, sums = SharedMemoryReducer(collective, timeout_s=60), []
     packing = FlatBuffer([torch.Size([5])], torch.float64, CPU)
     for step in range(300):
         reducer.begin(packing, num_shards=3)
-        reducer.add(0, [torch.full((5,), 10.0**place.rank * step, dtype=torch.float64)])
+        reducer.add(0, [torch.full((5,), 10.0**member.rank * step, dtype=torch.float64)])
         (total,) = reducer.finish()
         assert total is not None
         sums.append(float(total[-1]))
@@ -294,10 +294,10 @@ def test_no_rank_overtakes_another_in_many_steps(pool: Pool) -> None:
         assert sums == [111.0 * step for step in range(300)]
 
 
-def let_go_early(place: Place) -> str:
-    collective = GroupCollective(rank=place.rank, num_ranks=2, device=CPU)
+def let_go_early(member: Member) -> str:
+    collective = GroupCollective(rank=member.rank, num_ranks=2, device=CPU)
     segment = SharedMemorySegment(collective, numel=8, dtype=torch.float32)
-    if place.rank == 1:
+    if member.rank == 1:
         segment.close()
         return ""
     with pytest.raises(TrainingError) as caught:
@@ -473,7 +473,7 @@ def test_thirteen_of_fourteen_exchanges_begin_while_backward_computes(
 PARAMETERS = sum(p.numel() for p in zoo.Net().parameters())
 
 
-def counted(place: Place, case: Case) -> list[int]:
+def counted(member: Member, case: Case) -> list[int]:
     """The elements of every all-reduce of a case."""
     sizes: list[int] = []
     all_reduce = dist.all_reduce
@@ -483,7 +483,7 @@ def counted(place: Place, case: Case) -> list[int]:
         return all_reduce(tensor, **options)
 
     with mock.patch.object(dist, "all_reduce", count):
-        run_rank(place, case)
+        run_rank(member, case)
     return sizes
 
 
@@ -500,9 +500,9 @@ def test_a_step_is_one_exchange_or_one_a_bucket_however_many_shards_are_accumula
     assert pool.run("tests.strategies.test_exchanges.counted", case, num_ranks=2) == [expected * 3] * 2
 
 
-def reentrant(place: Place) -> str:
+def reentrant(member: Member) -> str:
     """A layer that two reentrant checkpoints share: its gradient comes in two parts."""
-    del place
+    del member
     layer, last = nn.Linear(4, 4), nn.Linear(4, 4)
     params = [*layer.parameters(), *last.parameters()]
     reducer, hidden = BackendReducer(bucket_bytes=1), torch.ones(2, 4, requires_grad=True)
@@ -521,10 +521,10 @@ def test_a_gradient_that_comes_in_two_parts_is_refused_with_what_to_do(pool: Poo
         assert "Use checkpoint(..., use_reentrant=False), or strategy.bucket_mb=0." in message
 
 
-def sent_through_the_host(place: Place) -> list[float]:
+def sent_through_the_host(member: Member) -> list[float]:
     """The sum where tensors of a device do not travel to a single rank."""
-    collective = GroupCollective(rank=place.rank, num_ranks=2, device=CPU)
-    reducer, flat = vector.RingReducer(collective), torch.full((3,), 7.0 + place.rank)
+    collective = GroupCollective(rank=member.rank, num_ranks=2, device=CPU)
+    reducer, flat = vector.RingReducer(collective), torch.full((3,), 7.0 + member.rank)
     with mock.patch.object(vector, "sends_from_host", return_value=True):
         reducer.sum(flat)
     total: list[float] = flat.tolist()
@@ -548,10 +548,10 @@ def test_ranks_of_the_last_axis_are_neighbours_and_every_rank_has_coordinates_of
     assert axes.problems(12) == []
 
 
-def limits(place: Place) -> list[float]:
+def limits(member: Member) -> list[float]:
     """The seconds that each group of some of four ranks waits for them in an exchange."""
     mesh = Axes(replicate=2, tensor=2).mesh("cpu", timeout_s=7)
-    stage_groups = groups_alike([(0,), (0, 1)], Axes(replicate=2, pipe=2), rank=place.rank, timeout_s=8)
+    stage_groups = groups_alike([(0,), (0, 1)], Axes(replicate=2, pipe=2), rank=member.rank, timeout_s=8)
     groups = [mesh.get_group("replicate"), mesh.get_group("tensor"), stage_groups[0, 1]]
     backends = [group._get_backend(torch.device("cpu")) for group in groups]
     return [backend.options._timeout.total_seconds() for backend in backends]
@@ -853,13 +853,13 @@ def replica_of(model: nn.Module, ranks: GroupCollective | LocalCollective) -> An
     return SimpleNamespace(owners=owners, parts={}, cuts={}, masters_apart=False, data_ranks=ranks, device=device)
 
 
-def drift(place: Place, wrong: tuple[int, ...], name: str) -> str | None:
+def drift(member: Member, wrong: tuple[int, ...], name: str) -> str | None:
     """What the check of a replica says, once some ranks have changed one bit of a parameter."""
     model = zoo.Net()
-    if place.rank in wrong:
+    if member.rank in wrong:
         with torch.no_grad():
             dict(model.named_parameters())[name].view(-1)[-1:].view(torch.int32).bitwise_xor_(1)
-    collective = GroupCollective(rank=place.rank, num_ranks=place.num_ranks, device=torch.device("cpu"))
+    collective = GroupCollective(rank=member.rank, num_ranks=member.num_ranks, device=torch.device("cpu"))
     return drifted_parameter(replica_of(model, collective))
 
 

@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tests.contract.stepping import Case, Frozen, _Rank, run_rank
 from tests.strategies.test_parameter_server import Net, gradients, optimizer_of
 from tests.support import zoo
-from tests.support.pool import Place, Pool
+from tests.support.pool import Member, Pool
 from tests.support.second_device import META, SecondDevice, There, fetch, send
 from tests.support.serving import serving, state_of
 from trainkit.strategies.central_storage import CentralStorage
@@ -92,14 +92,14 @@ def test_rows_of_a_transposed_variable_cannot_be_cut_without_a_bit_changing() ->
     assert [pieces[0].strides for pieces in cut.pieces] == [(1, 32), (1, 32)]
 
 
-def exchanged(place: Place) -> tuple[Tensor, list[Tensor]]:
+def exchanged(member: Member) -> tuple[Tensor, list[Tensor]]:
     """A tensor that lies by columns on rank 1 alone: rank 0's values, and those of both."""
-    tensor = torch.arange(6.0).reshape(2, 3) + 10 * place.rank
-    tensor = tensor.t().contiguous().t() if place.rank else tensor
-    everyone = GroupCollective(rank=place.rank, num_ranks=2, device=CPU)
+    tensor = torch.arange(6.0).reshape(2, 3) + 10 * member.rank
+    tensor = tensor.t().contiguous().t() if member.rank else tensor
+    everyone = GroupCollective(rank=member.rank, num_ranks=2, device=CPU)
     gathered = everyone.gather(tensor)
     broadcast_values(tensor)
-    small = torch.full((), place.rank + 7, dtype=torch.int16)  # gloo has no such numbers
+    small = torch.full((), member.rank + 7, dtype=torch.int16)  # gloo has no such numbers
     broadcast_values(small)
     assert small.item() == 7
     return tensor, gathered

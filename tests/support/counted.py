@@ -12,20 +12,20 @@ from torch.utils._pytree import tree_leaves
 
 from tests.contract.stepping import Case, _Rank, run_rank
 from tests.support.counting import Counting
-from tests.support.pool import Place
+from tests.support.pool import Member
 
 
-def bytes_of_rank(place: Place | None, case: Case) -> tuple[int, int]:
+def bytes_of_rank(member: Member | None, case: Case) -> tuple[int, int]:
     """(when the last update began, the most of the step before it) of one rank, or of one device."""
     with Counting() as counting:
-        run_rank(place, case)
+        run_rank(member, case)
     return counting.lasting, counting.peak
 
 
-def bytes_of_start(place: Place | None, case: Case) -> int:
+def bytes_of_start(member: Member | None, case: Case) -> int:
     """The most while one rank, or one device, builds its model and keeps its part."""
     with Counting() as counting:
-        _Rank(place, case).setup(0).close()
+        _Rank(member, case).setup(0).close()
     return counting.most
 
 
@@ -78,10 +78,10 @@ class ScoreBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._alive -= self._known.pop(key, 0)
 
 
-def widths_of_rank(place: Place | None, case: Case) -> list[int]:
+def widths_of_rank(member: Member | None, case: Case) -> list[int]:
     """The last dims of all matrices that one rank of a contract case makes."""
     with _Widths() as widths:
-        run_rank(place, case)
+        run_rank(member, case)
     return sorted(widths.dims)
 
 

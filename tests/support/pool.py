@@ -3,14 +3,14 @@
 All but one are forks of a process that has imported torch and trainkit (`quick.py`). Rank 1 starts as it is: its sets
 have another order than those of the forks, as those of two ranks of a user have.
 
-A task is a module-level function, given by its dotted path. Each of `num_ranks` workers calls it with its `Place` and
+A task is a module-level function, given by its dotted path. Each of `num_ranks` workers calls it with its `Member` and
 the task's arguments; the results come back in the order of the ranks. With `group=True` the workers stand in a gloo
 process group of their own for the length of the task. A task that raises, dies or outstays its time costs its
 workers, never the session: they are replaced, and the error of the first failing rank is raised here.
 
 Example:
-    def total(place: Place, start: int) -> int:
-        tensor = torch.tensor(start + place.rank)
+    def total(member: Member, start: int) -> int:
+        tensor = torch.tensor(start + member.rank)
         torch.distributed.all_reduce(tensor)
         return int(tensor)
 
@@ -44,8 +44,8 @@ PATIENCE = "POOL_PATIENCE_S"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
-    """Where a task's function runs."""
+class Member:
+    """One rank of a task, and the store that its ranks share."""
 
     rank: int
     num_ranks: int
@@ -61,7 +61,7 @@ class Request:
 
     function: str
     args: tuple[Any, ...]
-    place: Place
+    member: Member
     group: bool
 
 
@@ -92,7 +92,7 @@ class Pool:
         """Call a function on every rank of a task and wait for all of them.
 
         Args:
-            function: dotted path of a module-level function whose first parameter is its `Place`.
+            function: dotted path of a module-level function whose first parameter is its `Member`.
             args: further arguments, picklable.
             num_ranks: workers that take part.
             group: whether they share a gloo process group while it runs.
@@ -108,10 +108,10 @@ class Pool:
             self._workers.append(_Worker(len(self._workers)))
         workers = self._workers[:num_ranks]
         self._tasks += 1
-        place = Place(rank=0, num_ranks=num_ranks, store=self._address(), prefix=f"task/{self._tasks}")
-        request = Request(function=function, args=args, place=place, group=group)
+        member = Member(rank=0, num_ranks=num_ranks, store=self._address(), prefix=f"task/{self._tasks}")
+        request = Request(function=function, args=args, member=member, group=group)
         for rank, worker in enumerate(workers):
-            worker.send(replace(request, place=replace(place, rank=rank)))
+            worker.send(replace(request, member=replace(member, rank=rank)))
         return self._collect(workers, function, timeout_s)
 
     def _address(self) -> tuple[str, int]:

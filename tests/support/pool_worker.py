@@ -21,7 +21,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from torch.distributed.tensor import _redistribute
 
 from tests.support import quick
-from tests.support.pool import Place, Request
+from tests.support.pool import Member, Request
 from trainkit.config.targets.allowed import allow_packages
 
 
@@ -66,18 +66,18 @@ def _call(request: Request) -> Any:
     module, _, name = request.function.rpartition(".")
     function = getattr(importlib.import_module(module), name)
     if not request.group:
-        return function(request.place, *request.args)
-    _join(request.place)
+        return function(request.member, *request.args)
+    _join(request.member)
     try:
-        return function(request.place, *request.args)
+        return function(request.member, *request.args)
     finally:
         dist.destroy_process_group()
 
 
-def _join(place: Place) -> None:
-    store = PrefixStore(place.prefix, TCPStore(*place.store, is_master=False))
+def _join(member: Member) -> None:
+    store = PrefixStore(member.prefix, TCPStore(*member.store, is_master=False))
     dist.init_process_group(
-        "gloo", store=store, rank=place.rank, world_size=place.num_ranks, timeout=timedelta(seconds=240)
+        "gloo", store=store, rank=member.rank, world_size=member.num_ranks, timeout=timedelta(seconds=240)
     )
 
 
