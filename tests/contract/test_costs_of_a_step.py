@@ -124,7 +124,7 @@ MOST: Final = 160
 def counted(steps: list[int]) -> Iterator[None]:
     """Append to `steps` the calls of trainkit's functions, and their calls into C, of each step inside."""
 
-    def seen(frame: FrameType, event: str, _: Any) -> None:
+    def profile(frame: FrameType, event: str, _: Any) -> None:
         if event not in ("call", "c_call") or not frame.f_code.co_filename.startswith(PACKAGE):
             return
         if event == "call" and frame.f_code is ENDS:
@@ -133,7 +133,7 @@ def counted(steps: list[int]) -> Iterator[None]:
             steps[-1] += 1
 
     before = sys.getprofile()
-    sys.setprofile(seen)
+    sys.setprofile(profile)
     try:
         yield
     finally:

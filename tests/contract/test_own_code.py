@@ -35,7 +35,7 @@ FIXED = ("model=net", "batch.global_size=16", "batch.micro_size=5", "optimizer=s
 OWN = "tests.support.own_data"
 
 
-def own(name: str) -> tuple[str, str]:
+def data_keys(name: str) -> tuple[str, str]:
     return "data=own", f"data._target_={OWN}.{name}"
 
 
@@ -44,16 +44,16 @@ def own(name: str) -> tuple[str, str]:
 def test_fields_of_any_names_train_as_a_pair_does(tmp_path: Path, dataset: str, workers: int) -> None:
     plain = run(tmp_path / "a", *FIXED, "data=points")
     fields = ("objective.input=voxels", "objective.target=diagnosis", f"loader.num_workers={workers}")
-    named = run(tmp_path / "b", *FIXED, *own(dataset), *fields)
+    named = run(tmp_path / "b", *FIXED, *data_keys(dataset), *fields)
     assert named["weights_sha256"] == plain["weights_sha256"]
     assert named["metrics"] == plain["metrics"]
 
 
 def test_fields_that_are_not_known_are_refused_before_the_start(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"has the fields voxels, site, diagnosis, and none is known as the input"):
-        run(tmp_path / "a", *FIXED, *own("NamedPoints"))
+        run(tmp_path / "a", *FIXED, *data_keys("NamedPoints"))
     with pytest.raises(ConfigError, match=r"objective\.target=grade: there is no such field: a sample has voxels, "):
-        run(tmp_path / "a", *FIXED, *own("NamedPoints"), "objective.input=voxels", "objective.target=grade")
+        run(tmp_path / "a", *FIXED, *data_keys("NamedPoints"), "objective.input=voxels", "objective.target=grade")
     assert not (tmp_path / "a").exists()
 
 
@@ -62,7 +62,7 @@ def test_fields_that_are_not_known_are_refused_before_the_start(tmp_path: Path) 
 def test_each_split_is_evaluated_under_its_name(
     tmp_path: Path, strategy: tuple[str, ...], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    result = run(tmp_path / "a", *FIXED, *own("SplitPoints"), "eval.metric=val_ood/accuracy", *strategy)
+    result = run(tmp_path / "a", *FIXED, *data_keys("SplitPoints"), "eval.metric=val_ood/accuracy", *strategy)
     metrics, plain = result["metrics"], run(tmp_path / "b", *FIXED, "data=points")["metrics"]
     kinds = ("val", "val_ood", "test", "test_new")
     assert sorted(metrics) == sorted(f"{split}/{name}" for split in kinds for name in ("accuracy", "loss"))
@@ -74,13 +74,13 @@ def test_each_split_is_evaluated_under_its_name(
 
 def test_a_monitored_metric_of_a_split_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"eval\.metric=val_far/loss: the data has the validation splits val, val"):
-        run(tmp_path / "a", *FIXED, *own("SplitPoints"), "eval.metric=val_far/loss")
+        run(tmp_path / "a", *FIXED, *data_keys("SplitPoints"), "eval.metric=val_far/loss")
 
 
 @pytest.mark.slow
 def test_an_iterable_dataset_with_a_length_is_a_stream(tmp_path: Path) -> None:
     stream = run(tmp_path / "a", *FIXED, "data=stream_of_points")
-    result = run(tmp_path / "b", *FIXED, *own("PointStream"))
+    result = run(tmp_path / "b", *FIXED, *data_keys("PointStream"))
     assert result["weights_sha256"] == stream["weights_sha256"]
     assert "val/loss" in result["metrics"]
 
@@ -101,7 +101,7 @@ def rows(folder: Path) -> list[dict[str, float]]:
 
 SENTENCES = ("model=attention", "objective=language_modelling", "optimizer=sgd", "batch.global_size=8",
              "batch.micro_size=3", "steps=8", "schedule=constant", "optimizer.lr=0.2")  # fmt: skip
-RAGGED = (*SENTENCES, *own("RaggedSentences"))
+RAGGED = (*SENTENCES, *data_keys("RaggedSentences"))
 ONE = ("strategy=one_device",)
 MIRRORED = ("strategy=mirrored", "strategy.replicas=2")
 FSDP = ("strategy=fsdp", "strategy.replicas=2")
@@ -158,7 +158,7 @@ def test_a_batch_transform_draws_alike_on_two_replicas_and_after_a_resume(tmp_pa
     alone = run(tmp_path / "a", *settings, "data=points")
     fields = ("objective.input=voxels", "objective.target=diagnosis", "loader.num_workers=2", *MIRRORED)
     named = mixup.replace("}", ", input: voxels, target: diagnosis}")
-    other = (*FIXED, *own("NamedPoints"), f"data.batch_transform={named}", *fields)
+    other = (*FIXED, *data_keys("NamedPoints"), f"data.batch_transform={named}", *fields)
     assert run(tmp_path / "b", *other, "stop_at_step=4")["steps"] == 4
     spread = weights(run(tmp_path / "b", *other, "resume=auto"))
     assert all(torch.allclose(tensor, spread[name], rtol=1e-11, atol=1e-13) for name, tensor in weights(alone).items())
@@ -174,8 +174,8 @@ def test_weighted_samples_are_the_same_on_every_layout_and_the_summary_says_so(
     alone = run(tmp_path / "a", *settings, "data=points")
     assert "drawn by tests.support.own_data.weights: an epoch does not contain every sample" in capfd.readouterr().out
     fields = ("objective.input=voxels", "objective.target=diagnosis", "loader.num_workers=2", *MIRRORED)
-    assert run(tmp_path / "b", *settings, *own("NamedPoints"), *fields, "stop_at_step=4")["steps"] == 4
-    spread = weights(run(tmp_path / "b", *settings, *own("NamedPoints"), *fields, "resume=auto"))
+    assert run(tmp_path / "b", *settings, *data_keys("NamedPoints"), *fields, "stop_at_step=4")["steps"] == 4
+    spread = weights(run(tmp_path / "b", *settings, *data_keys("NamedPoints"), *fields, "resume=auto"))
     assert all(torch.allclose(tensor, spread[name], rtol=1e-11, atol=1e-13) for name, tensor in weights(alone).items())
     with pytest.raises(ConfigError, match=r"loader\.shuffle=false: has no effect: data\.sampler draws"):
         run(tmp_path / "c", *settings, "data=points", "loader.shuffle=false")

@@ -85,7 +85,7 @@ class Block(nn.Module):
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind, self.linear, self.norm = kind, nn.Linear(6, 6), nn.LayerNorm(6)
-        self.one, self.other = nn.Parameter(torch.empty(6)), nn.Parameter(torch.empty(6))
+        self.scale, self.shift = nn.Parameter(torch.empty(6)), nn.Parameter(torch.empty(6))
 
     def forward(self, inputs: Tensor) -> Tensor:
         """(samples, 6) -> (samples, 6)."""
@@ -93,7 +93,7 @@ class Block(nn.Module):
             inputs = self.norm(inputs)
         outputs = self.linear(inputs.detach() if self.kind == "detached" else inputs)
         if self.kind == "summed":
-            outputs = outputs * (self.one + self.other.sum())
+            outputs = outputs * (self.scale + self.shift.sum())
         normed: Tensor = self.norm(outputs)
         return normed[:, None][:, 0] if self.kind == "view" else normed
 

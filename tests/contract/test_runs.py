@@ -327,9 +327,10 @@ def test_an_average_of_a_model_with_batch_statistics_is_evaluated_with_those_of_
 def test_an_evaluator_beside_the_training_finds_the_same_figures(points: tuple[str, ...], tmp_path: Path) -> None:
     result = run(tmp_path / "run", *points)
     folder = RunFolder(tmp_path / "run")
-    one = CheckpointEvaluator(make_plan(load_resolved(folder.resolved)), folder, device="cpu", on_phase=lambda *_: None)
-    rows = list(iter(one.evaluate_next, None))
-    one.close()
+    plan = make_plan(load_resolved(folder.resolved))
+    evaluator = CheckpointEvaluator(plan, folder, device="cpu", on_phase=lambda *_: None)
+    rows = list(iter(evaluator.evaluate_next, None))
+    evaluator.close()
     assert result["metrics"].items() <= rows[-1].items()
 
 

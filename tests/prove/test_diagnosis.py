@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.support.present import present
-from tests.support.second_device import SecondDevice, There
+from tests.support.second_device import Remote, SecondDevice
 from trainkit import api
 from trainkit.config.schema import RunConfig
 from trainkit.config.sections import ClipConfig
@@ -194,7 +194,7 @@ def test_what_is_compared_with_checkpoints_is_on_the_host(monkeypatch: pytest.Mo
 
     def on_second_device(loop: PlainLoop, step: int) -> Iterator[Shard]:
         for shard in shards(loop, step):
-            yield replace(shard, gradient={name: There(grad) for name, grad in shard.gradient.items()})
+            yield replace(shard, gradient={name: Remote(grad) for name, grad in shard.gradient.items()})
 
     monkeypatch.setattr(PlainLoop, "shards", on_second_device)
     with SecondDevice():

@@ -18,7 +18,7 @@ from tests.contract.stepping import Case, Frozen, _Rank, run_rank
 from tests.strategies.test_parameter_server import Net, gradients, optimizer_of
 from tests.support import zoo
 from tests.support.pool import Member, Pool
-from tests.support.second_device import META, SecondDevice, There, fetch, send
+from tests.support.second_device import META, Remote, SecondDevice, fetch, send
 from tests.support.serving import serving, state_of
 from trainkit.strategies.central_storage import CentralStorage
 from trainkit.strategies.collectives import GroupCollective, broadcast_values
@@ -154,7 +154,7 @@ def test_a_pull_and_a_push_of_a_worker_cross_once_each() -> None:
             for param in model.parameters():
                 param.data.zero_()
             worker.pull(tensors_of(model))
-            worker.push("w0/0", [None if grad is None else There(grad) for grad in grads])
+            worker.push("w0/0", [None if grad is None else Remote(grad) for grad in grads])
         assert device.crossed == [torch.uint8, torch.uint8]
         farm.chief.apply(version=1, lr_factor=1.0, keys=["w0/0"])
         updated = farm.chief.state()

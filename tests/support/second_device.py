@@ -24,16 +24,16 @@ from trainkit.strategies.maps.layout import DeviceLayout, ModelMap
 META = torch.device("meta")
 
 
-class There(torch.Tensor):
+class Remote(torch.Tensor):
     """A tensor on the second device."""
 
-    here: Tensor
+    host: Tensor
 
     @staticmethod
-    def __new__(cls: type[Self], here: Tensor) -> Self:
-        there: Self = torch.Tensor._make_wrapper_subclass(cls, here.shape, here.stride(), dtype=here.dtype, device=META)
-        there.here = here
-        return there
+    def __new__(cls: type[Self], host: Tensor) -> Self:
+        leaf: Self = torch.Tensor._make_wrapper_subclass(cls, host.shape, host.stride(), dtype=host.dtype, device=META)
+        leaf.host = host
+        return leaf
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override] # torch annotates it as an instance's
@@ -53,23 +53,23 @@ class SecondDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
-        found = _call(func, args, kwargs or {})
+        result = _call(func, args, kwargs or {})
         name = func.overloadpacket.__name__
-        ends = {"_to_copy": (args[:1], found), "copy_": (args[:1], args[1:2]), "_foreach_copy_": args[:2]}.get(name)
-        for one, other in zip(*map(tree_leaves, ends), strict=True) if ends else ():
-            if isinstance(one, There) != isinstance(other, There):
-                self.crossed.append(one.dtype)
-        return found
+        ends = {"_to_copy": (args[:1], result), "copy_": (args[:1], args[1:2]), "_foreach_copy_": args[:2]}.get(name)
+        for first, second in zip(*map(tree_leaves, ends), strict=True) if ends else ():
+            if isinstance(first, Remote) != isinstance(second, Remote):
+                self.crossed.append(first.dtype)
+        return result
 
 
 def send(module: nn.Module) -> None:
     """Put a module's parameters there, as new ones; buffers too."""
     for name, param in module._parameters.items():
         if param is not None:
-            module._parameters[name] = nn.Parameter(There(param.detach().clone()), requires_grad=param.requires_grad)
+            module._parameters[name] = nn.Parameter(Remote(param.detach().clone()), requires_grad=param.requires_grad)
     for name, buffer in module._buffers.items():
         if buffer is not None:
-            module._buffers[name] = There(buffer)
+            module._buffers[name] = Remote(buffer)
     for child in module.children():
         send(child)
 
@@ -77,40 +77,41 @@ def send(module: nn.Module) -> None:
 def fetch(tensor: Tensor) -> Tensor:
     """A tensor's numbers, on the CPU."""
     tensor = tensor.detach()
-    return tensor.here if isinstance(tensor, There) else tensor
+    return tensor.host if isinstance(tensor, Remote) else tensor
 
 
 def _call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     name = func.overloadpacket.__name__
-    known = {id(leaf.here): leaf for leaf in leaves if isinstance(leaf, There)}
-    given = kwargs.get("device")
-    there = any(isinstance(leaf, There) for leaf in leaves) if given is None else torch.device(given) == META
-    if name not in ("_to_copy", "copy_") and there:
+    remote = {id(leaf.host): leaf for leaf in leaves if isinstance(leaf, Remote)}
+    device = kwargs.get("device")
+    on_second = bool(remote) if device is None else torch.device(device) == META
+    if name not in ("_to_copy", "copy_") and on_second:
         _refuse_strangers(name, args, leaves)
-    plain = tree_map(lambda leaf: leaf.here if isinstance(leaf, There) else leaf, (args, dict(kwargs)))
-    if given is not None:
+    plain = tree_map(lambda leaf: leaf.host if isinstance(leaf, Remote) else leaf, (args, dict(kwargs)))
+    if device is not None:
         plain[1]["device"] = torch.device("cpu")
-    found = func(*plain[0], **plain[1])
+    result = func(*plain[0], **plain[1])
     if name.startswith("_foreach"):
-        if found is None:
+        if result is None:
             return None
-        first = args[0]
-        return [There(one) if isinstance(like, There) else one for one, like in zip(found, first, strict=True)]
+        return [Remote(leaf) if isinstance(like, Remote) else leaf for leaf, like in zip(result, args[0], strict=True)]
     if name == "copy_":
         return args[0]
-    return tree_map(lambda one: known[id(one)] if id(one) in known else _wrapped(one, there=there), found)
+
+    def wrapped(leaf: Any) -> Any:
+        if id(leaf) in remote:
+            return remote[id(leaf)]
+        return Remote(leaf) if on_second and isinstance(leaf, Tensor) else leaf
+
+    return tree_map(wrapped, result)
 
 
 def _refuse_strangers(name: str, args: Sequence[Any], leaves: Sequence[Tensor]) -> None:
     """Lists of a foreach function may be of several devices, a number for all of them may not be of another."""
-    shared = [one for one in args if isinstance(one, Tensor)]
+    shared = [arg for arg in args if isinstance(arg, Tensor)]
     judged = leaves if not name.startswith("_foreach") or shared else []
-    assert len({isinstance(one, There) for one in judged}) < 2, f"{name} got tensors of two devices"
-
-
-def _wrapped(found: Any, *, there: bool) -> Any:
-    return There(found) if there and isinstance(found, Tensor) else found
+    assert len({isinstance(tensor, Remote) for tensor in judged}) < 2, f"{name} got tensors of two devices"
 
 
 @contextmanager
@@ -122,18 +123,18 @@ def two_devices(*, alone: bool = False) -> Iterator[None]:
     """
 
     def on_two(self: ModelMap, *args: Any, **kwargs: Any) -> Any:
-        found = whole(self, *args, **kwargs)
+        layout = plain(self, *args, **kwargs)
         if alone:
-            rest = (None if place is None else 1 for place in found.places[1:])
-            return replace(found, group=("meta", "cpu"), places=(0, *rest))
-        return replace(found, group=("meta", "cpu")) if isinstance(found, DeviceLayout) else found
+            others = (None if index is None else 1 for index in layout.places[1:])
+            return replace(layout, group=("meta", "cpu"), places=(0, *others))
+        return replace(layout, group=("meta", "cpu")) if isinstance(layout, DeviceLayout) else layout
 
     def move(owner: nn.Module, device: torch.device, only: str | None) -> None:
         del only
         if device.type == "meta":
             send(owner)
 
-    whole = ModelMap.layout
+    plain = ModelMap.layout
     first, second = (
         mock.patch.object(import_module(f"torch.optim.{name}"), "_device_dtype_check_for_fused")
         for name in ("sgd", "adam")
