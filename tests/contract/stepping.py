@@ -258,16 +258,16 @@ def train(pool: Pool, case: Case) -> list[Trained]:
     return ranks
 
 
-def train_in_threads(store: tuple[str, int], case: Case) -> list[Trained]:
+def train_in_threads(pool: Pool, case: Case) -> list[Trained]:
     """As `train`, with a thread a task, for strategies without a process group: quick to start.
 
     Args:
-        store: host and port of a rendezvous store.
+        pool: its store is where the threads meet.
         case: nothing in it is random: threads share a generator.
     """
     strategy = case.make_strategy()
     tasks = strategy.tasks(PlanContext())
-    prefix = f"threads/{uuid4()}"
+    store, prefix = pool.address(), f"threads/{uuid4()}"
     members = [Member(rank=rank, num_ranks=len(tasks), store=store, prefix=prefix) for rank in range(len(tasks))]
     with ThreadPoolExecutor(len(tasks)) as threads:
         trained = list(threads.map(lambda member: run_rank(member, case), members))

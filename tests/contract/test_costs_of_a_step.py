@@ -226,7 +226,7 @@ def test_a_step_reads_nothing_copies_nothing_from_the_host_and_launches_no_more(
             assert phases["backward"].launches <= BACKWARD_IN_BF16
 
 
-def calls_of_a_worker(store: tuple[str, int], case: Case) -> dict[str, Calls]:
+def calls_of_a_worker(pool: Pool, case: Case) -> dict[str, Calls]:
     """What the only worker calls for the last step, by phase; the data that the test makes are left out."""
     trace, execute = StepTrace(), Worker._execute
 
@@ -235,7 +235,7 @@ def calls_of_a_worker(store: tuple[str, int], case: Case) -> dict[str, Calls]:
             return execute(worker, order)
 
     with patch.object(Worker, "_execute", traced), patch.object(stepping, "ignore_phase", trace.listen):
-        train_in_threads(store, case)
+        train_in_threads(pool, case)
     del trace.phases["data"]
     return trace.phases
 
@@ -251,11 +251,11 @@ WORKER: Final[Mapping[Mode, Mapping[str, int]]] = {
 @pytest.mark.parametrize("mode", ["sync", "async"])
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_worker_reads_what_it_reports_and_copies_nothing_from_the_host(
-    mode: Mode, precision: str, store: tuple[str, int]
+    mode: Mode, precision: str, pool: Pool
 ) -> None:
     settings = {"workers": 1, "servers": 1, "timeout_s": 60.0, "mode": mode}
     case = replace(case_of("one_device", precision), strategy="parameter_server", settings=settings)
-    phases = calls_of_a_worker(store, case)
+    phases = calls_of_a_worker(pool, case)
     reads = {phase: calls.reads for phase, calls in phases.items() if calls.reads}
     # Loss and weight of each of two work orders; in async those of one, the norm, and whether it overflowed.
     assert reads == {"reduce": 4 if mode == "sync" or precision == "fp16_mixed" else 3}

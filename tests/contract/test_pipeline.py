@@ -48,7 +48,7 @@ MANY = replace(CLASSES, build=deep, global_size=20)
 """Five microbatches of 4 a step; the last batch of an epoch has 17 points in 4, 4, 3, 3 and 3."""
 
 
-def same(case: Case, pool: Pool) -> Sequence[Trained]:
+def check(case: Case, pool: Pool) -> Sequence[Trained]:
     """What the ranks ended with, held to the reference."""
     return assert_reference(train(pool, case), case)
 
@@ -59,24 +59,24 @@ def same(case: Case, pool: Pool) -> Sequence[Trained]:
 def test_branches_and_tied_weights_on_two_stages_train_as_the_reference(
     optimizer: str, schedule: str, pool: Pool
 ) -> None:
-    ranks = same(replace(TOKENS, optimizer=optimizer, settings={"schedule": schedule}, max_norm=0.05), pool)
+    ranks = check(replace(TOKENS, optimizer=optimizer, settings={"schedule": schedule}, max_norm=0.05), pool)
     assert min(ranks[0].norms) > 0.05
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_batch_statistics_and_repeats_that_count_nothing_are_those_of_the_reference(schedule: str, pool: Pool) -> None:
-    same(replace(MANY, settings={"schedule": schedule}), pool)
+    check(replace(MANY, settings={"schedule": schedule}), pool)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero_bubble"])
 def test_four_stages_train_as_the_reference(schedule: str, pool: Pool) -> None:
-    same(replace(MANY, settings={"schedule": schedule, "stages": 4}, max_norm=0.1), pool)
+    check(replace(MANY, settings={"schedule": schedule, "stages": 4}, max_norm=0.1), pool)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_two_replicas_of_two_stages_train_as_the_reference(schedule: str, pool: Pool) -> None:
     case = replace(TOKENS, settings={"schedule": schedule, "replicas": 2}, optimizer="adamw", max_norm=0.05)
-    same(case, pool)
+    check(case, pool)
 
 
 class Block(nn.Module):
@@ -108,19 +108,19 @@ def test_a_split_backward_pass_gives_each_weight_its_gradient_once(kind: str, po
     # a weight used twice, one that the stage's input does not reach, a gradient without memory of its own, and a stage
     # whose output is a view
     settings = {"stages": 3, "schedule": "zero_bubble"}
-    same(replace(CLASSES, build=in_blocks, model={"kind": kind}, settings=settings, num_steps=4), pool)
+    check(replace(CLASSES, build=in_blocks, model={"kind": kind}, settings=settings, num_steps=4), pool)
 
 
 def test_microbatches_of_unequal_sizes_train_as_the_reference(pool: Pool) -> None:
     # 11 points are 4, 4 and 3; the last batch of an epoch has 4
-    same(replace(CLASSES, global_size=11, optimizer="adamw"), pool)
+    check(replace(CLASSES, global_size=11, optimizer="adamw"), pool)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
 def test_a_replica_without_a_shard_in_a_short_batch_takes_part(schedule: str, pool: Pool) -> None:
     # the last batch of an epoch has 5 of 16 points: one shard of them
     settings = {"replicas": 2, "schedule": schedule}
-    ranks = same(replace(MANY, global_size=16, micro_size=8, settings=settings, resume_at=2), pool)
+    ranks = check(replace(MANY, global_size=16, micro_size=8, settings=settings, resume_at=2), pool)
     assert [len(rank.samples[2]) for rank in ranks] == [5, 0, 0, 0]
 
 
@@ -156,7 +156,7 @@ def test_gradients_are_exchanged_inside_of_the_last_backward_pass(schedule: str,
 @pytest.mark.parametrize("settings", [{"stages": 4}, {"schedule": "interleaved"}])
 @pytest.mark.slow
 def test_a_gpt_with_tied_ends_trains_as_the_reference(settings: dict[str, Any], pool: Pool) -> None:
-    same(replace(GPT, settings=settings, max_norm=0.1, resume_at=4), pool)
+    check(replace(GPT, settings=settings, max_norm=0.1, resume_at=4), pool)
 
 
 BASES = {

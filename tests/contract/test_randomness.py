@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tests.contract.checks import assert_close, assert_reference
+from tests.contract.checks import alone, assert_close, assert_reference
 from tests.contract.running import run
 from tests.contract.stepping import PLACES, Case, _Rank, train
 from tests.support import reference
@@ -85,8 +85,7 @@ BASE: Final = Case(global_size=16, micro_size=4, num_steps=4, rate_scale=0.3)
 
 
 def check(case: Case, pool: Pool) -> None:
-    (alone,) = train(pool, replace(case, strategy="one_device", settings={}, resume_at=None))
-    assert_close(train(pool, case), alone, atol=1e-13)
+    assert_close(train(pool, case), alone(case), atol=1e-13)
 
 
 @pytest.mark.slow
@@ -110,10 +109,10 @@ def test_ranks_of_a_cut_layer_draw_alike_for_whole_activations(pool: Pool) -> No
 @pytest.mark.parametrize("task", ["drop_path", "diffusion_in_dropout", "mixup"])
 def test_a_reproducible_training_ends_in_the_same_bits_on_any_number_of_replicas(task: str, pool: Pool) -> None:
     base = replace(BASE, task=task, micro_size=2, reproducible=True, resume_at=2)
-    (alone,) = train(pool, replace(base, resume_at=None))
+    expected = alone(base).weights
     for replicas in (2, 3, 4):
         for rank in train(pool, replace(base, strategy="mirrored", settings={"replicas": replicas})):
-            assert all(torch.equal(rank.weights[name], tensor) for name, tensor in alone.weights.items())
+            assert all(torch.equal(rank.weights[name], tensor) for name, tensor in expected.items())
 
 
 @pytest.mark.parametrize("task", ["drop_path", "two_views", "mixup"])

@@ -360,10 +360,10 @@ def served(case: Case, workers: int, servers: int, **settings: object) -> Case:
 
 @pytest.mark.long
 @pytest.mark.usefixtures("fresh_graphs")
-def test_two_devices_of_a_compiled_worker_train_as_the_reference(store: tuple[str, int]) -> None:
+def test_two_devices_of_a_compiled_worker_train_as_the_reference(pool: Pool) -> None:
     compiled = ModelTransforms(compile_mode="default", backend="aot_eager")
     case = Case(micro_size=4, optimizer="adamw", max_norm=0.5, num_steps=3, resume_at=2, shaping=compiled)
-    assert_reference(train_in_threads(store, served(case, 1, 1, devices_per_worker=2)), case)
+    assert_reference(train_in_threads(pool, served(case, 1, 1, devices_per_worker=2)), case)
 
 
 @pytest.mark.slow
@@ -374,11 +374,11 @@ def test_two_devices_of_a_compiled_worker_train_as_the_reference(store: tuple[st
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("base", [CLASSES, TOKENS], ids=["classes", "tokens"])
 def test_six_steps_are_those_of_the_reference(
-    base: Case, optimizer: str, workers: int, servers: int, devices: int, store: tuple[str, int]
+    base: Case, optimizer: str, workers: int, servers: int, devices: int, pool: Pool
 ) -> None:
     chosen = replace(base, optimizer=optimizer, max_norm=0.05)
     case = served(chosen, workers, servers, devices_per_worker=devices)
-    assert_reference(train_in_threads(store, case), case)
+    assert_reference(train_in_threads(pool, case), case)
 
 
 @pytest.mark.slow
@@ -387,11 +387,11 @@ def test_six_steps_are_those_of_the_reference(
 )
 @pytest.mark.parametrize("base", [CLASSES, TOKENS], ids=["classes", "tokens"])
 def test_reproducible_runs_have_the_bits_of_one_device(
-    base: Case, workers: int, servers: int, devices: int, store: tuple[str, int]
+    base: Case, workers: int, servers: int, devices: int, pool: Pool
 ) -> None:
     model = {"norm": True} if base is CLASSES else {}
     lanes = replace(base, precision="fp32", optimizer="adamw", reproducible=True, max_norm=0.5, model=model)
-    assert_bits(train_in_threads(store, served(lanes, workers, servers, devices_per_worker=devices)), alone(lanes))
+    assert_bits(train_in_threads(pool, served(lanes, workers, servers, devices_per_worker=devices)), alone(lanes))
 
 
 @pytest.mark.parametrize(
@@ -403,16 +403,16 @@ def test_reproducible_runs_have_the_bits_of_one_device(
     ],
     ids=["random", "tokens", "masters"],
 )
-def test_async_with_one_worker_is_one_device_to_the_bit(base: Case, store: tuple[str, int]) -> None:
+def test_async_with_one_worker_is_one_device_to_the_bit(base: Case, pool: Pool) -> None:
     case = base if base.precision == "bf16" else replace(base, precision="fp32")
-    assert_bits(train_in_threads(store, served(case, 1, 2, mode="async")), alone(case))
+    assert_bits(train_in_threads(pool, served(case, 1, 2, mode="async")), alone(case))
 
 
 @pytest.mark.parametrize("base", [CLASSES, TOKENS], ids=["classes", "tokens"])
-def test_the_devices_of_an_asynchronous_worker_make_one_update_together(base: Case, store: tuple[str, int]) -> None:
+def test_the_devices_of_an_asynchronous_worker_make_one_update_together(base: Case, pool: Pool) -> None:
     model = {"norm": True} if base is CLASSES else {}
     case = replace(base, max_norm=0.05, model=model)
-    assert_close(train_in_threads(store, served(case, 1, 1, mode="async", devices_per_worker=3)), alone(case))
+    assert_close(train_in_threads(pool, served(case, 1, 1, mode="async", devices_per_worker=3)), alone(case))
 
 
 class WithoutElements(zoo.Net):
@@ -427,62 +427,60 @@ class WithoutElements(zoo.Net):
         return super().forward(inputs) + self.empty.sum()
 
 
-def test_a_parameter_without_elements_counts_nothing_in_the_norm_of_gradients(store: tuple[str, int]) -> None:
+def test_a_parameter_without_elements_counts_nothing_in_the_norm_of_gradients(pool: Pool) -> None:
     case = served(Case(build=WithoutElements, micro_size=4, max_norm=0.05), 1, 2)
-    assert_reference(train_in_threads(store, case), case)
+    assert_reference(train_in_threads(pool, case), case)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["sync", "async"])
-def test_the_devices_of_a_worker_have_what_it_has_read(
-    mode: str, store: tuple[str, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_devices_of_a_worker_have_what_it_has_read(mode: str, pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     case = Frozen(task="classes", micro_size=3).from_a_checkpoint()
     expected, workers = alone(case), 2 if mode == "sync" else 1
     monkeypatch.setattr(copies, "_on", own_memory)
-    assert_close(train_in_threads(store, served(case, workers, 1, mode=mode, devices_per_worker=2)), expected)
+    assert_close(train_in_threads(pool, served(case, workers, 1, mode=mode, devices_per_worker=2)), expected)
 
 
-def test_a_slow_worker_of_several_devices_and_spares_change_no_bit(store: tuple[str, int]) -> None:
+def test_a_slow_worker_of_several_devices_and_spares_change_no_bit(pool: Pool) -> None:
     base = replace(CLASSES, precision="fp32", reproducible=True, model={"norm": True})
     spared = served(base, 3, 1, spare_replicas=1, devices_per_worker=2)
-    assert_bits(train_in_threads(store, replace(spared, slowed={1: 0.1})), alone(base))
+    assert_bits(train_in_threads(pool, replace(spared, slowed={1: 0.1})), alone(base))
 
 
-def test_the_warmup_of_many_workers_is_one_device_to_the_bit(store: tuple[str, int]) -> None:
+def test_the_warmup_of_many_workers_is_one_device_to_the_bit(pool: Pool) -> None:
     case = replace(CLASSES, precision="fp32", optimizer="adamw", model={"norm": True})
-    assert_bits(train_in_threads(store, served(case, 3, 1, mode="async", warmup_steps=10)), alone(case))
+    assert_bits(train_in_threads(pool, served(case, 3, 1, mode="async", warmup_steps=10)), alone(case))
 
 
 @pytest.mark.parametrize("mode", ["async", "sync"])
 @pytest.mark.slow
-def test_a_replay_has_the_bits_of_the_run_it_follows(mode: str, tmp_path: Path, store: tuple[str, int]) -> None:
+def test_a_replay_has_the_bits_of_the_run_it_follows(mode: str, tmp_path: Path, pool: Pool) -> None:
     case = replace(CLASSES, precision="fp32", optimizer="adamw", model={"norm": True}, num_steps=9, slowed={1: 0.05})
     stale: dict[str, object] = {"mode": "async", "staleness": Staleness(policy="scale")}
     chosen = stale if mode == "async" else {"spare_replicas": 1, "spare_mode": "replace"}
     first = served(case, 4, 2, **chosen)
-    (recorded,) = train_in_threads(store, replace(first, folder=tmp_path))
+    (recorded,) = train_in_threads(pool, replace(first, folder=tmp_path))
     again = served(replace(case, slowed={2: 0.05}), 3, 1, **chosen, replay=str(tmp_path))
-    (replayed,) = train_in_threads(store, again)
+    (replayed,) = train_in_threads(pool, again)
     reads = [line.version - part.version for line in read_record(tmp_path / "updates.jsonl") for part in line.items]
     assert mode == "sync" or max(reads) > 0
     assert [key for key, tensor in recorded.state.items() if not torch.equal(tensor, replayed.state[key])] == []
 
 
 @pytest.mark.parametrize("policy", ["drop", "scale", "lr", "bound"])
-def test_every_policy_uses_every_step_once(policy: Policy, tmp_path: Path, store: tuple[str, int]) -> None:
+def test_every_policy_uses_every_step_once(policy: Policy, tmp_path: Path, pool: Pool) -> None:
     staleness = Staleness(policy=policy, bound=1 if policy in BOUNDED else None)
     case = replace(CLASSES, num_steps=12, folder=tmp_path, slowed={2: 0.05})
-    (chief,) = train_in_threads(store, served(case, 3, 1, mode="async", staleness=staleness))
+    (chief,) = train_in_threads(pool, served(case, 3, 1, mode="async", staleness=staleness))
     lines = list(read_record(tmp_path / "updates.jsonl"))
     assert sorted(part.ticket.step for line in lines for part in line.items) == list(range(12))
     assert policy != "drop" or max(line.staleness for line in lines) <= 1
     assert len(chief.losses) == 12
 
 
-def test_a_training_continued_in_async_mode_repeats_unfinished_steps(tmp_path: Path, store: tuple[str, int]) -> None:
+def test_a_training_continued_in_async_mode_repeats_unfinished_steps(tmp_path: Path, pool: Pool) -> None:
     case = replace(CLASSES, num_steps=12, resume_at=5, folder=tmp_path)
-    (chief,) = train_in_threads(store, served(case, 3, 1, mode="async"))
+    (chief,) = train_in_threads(pool, served(case, 3, 1, mode="async"))
     assert len(chief.losses) == 12
     lines = list(read_record(tmp_path / "updates.jsonl"))
     assert [line.version for line in lines] == list(range(12))
@@ -493,11 +491,11 @@ def test_a_training_continued_in_async_mode_repeats_unfinished_steps(tmp_path: P
 @pytest.mark.parametrize("mode", ["duplicate", "replace"])
 @pytest.mark.slow
 def test_with_slow_workers_and_spares_every_sample_is_used_once_an_epoch(
-    mode: str, spares: int, tmp_path: Path, store: tuple[str, int]
+    mode: str, spares: int, tmp_path: Path, pool: Pool
 ) -> None:
     base = replace(CLASSES, precision="fp32", num_steps=9, model={"norm": True})  # 3 epochs of 37
     spared = served(base, 5, 1, spare_replicas=spares, spare_mode=mode)
-    (chief,) = train_in_threads(store, replace(spared, slowed={1: 0.1, 3: 0.1}, folder=tmp_path))
+    (chief,) = train_in_threads(pool, replace(spared, slowed={1: 0.1, 3: 0.1}, folder=tmp_path))
     plan = BatchPlan(num_samples=37, global_size=base.global_size, micro_size=base.micro_size)
     order = SampleOrder(num_samples=37, seed=base.seed)
     lines = list(read_record(tmp_path / "updates.jsonl"))
@@ -506,7 +504,7 @@ def test_with_slow_workers_and_spares_every_sample_is_used_once_an_epoch(
         spans = [plan.shard_range(ticket.step, ticket.shards[0]) for ticket in tickets]
         assert sorted(index for span in spans for index in order.indices(*span).tolist()) == list(range(37))
     if mode == "duplicate":
-        (undisturbed,) = train_in_threads(store, served(base, 5, 1))
+        (undisturbed,) = train_in_threads(pool, served(base, 5, 1))
         assert [key for key, tensor in undisturbed.state.items() if not torch.equal(tensor, chief.state[key])] == []
 
 
@@ -522,7 +520,7 @@ def test_masks_and_statistics_are_those_of_one_device_in_processes_too(devices: 
 @pytest.mark.parametrize(("mode", "workers", "devices"), [("sync", 2, 1), ("async", 1, 1), ("sync", 2, 2)])
 @pytest.mark.parametrize("optimizer", ["plain_sgd", "adagrad"])
 def test_only_the_rows_that_are_looked_up_are_pulled_and_the_numbers_are_those_of_one_device(
-    mode: str, workers: int, devices: int, optimizer: str, store: tuple[str, int], monkeypatch: pytest.MonkeyPatch
+    mode: str, workers: int, devices: int, optimizer: str, pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = Words(optimizer=optimizer, micro_size=2, max_norm=0.05)
     pulled: list[list[bool]] = []
@@ -533,37 +531,35 @@ def test_only_the_rows_that_are_looked_up_are_pulled_and_the_numbers_are_those_o
         return pull(servers, into)
 
     monkeypatch.setattr(ParameterServerClient, "pull", noted)
-    ranks = train_in_threads(store, served(case, workers, 2, mode=mode, devices_per_worker=devices))
+    ranks = train_in_threads(pool, served(case, workers, 2, mode=mode, devices_per_worker=devices))
     assert_close(ranks, alone(case))
     assert {tuple(flags) for flags in pulled} == {(True, False, False)}
 
 
-def test_numbers_that_travel_as_bfloat16_train_nearly_the_same(store: tuple[str, int]) -> None:
+def test_numbers_that_travel_as_bfloat16_train_nearly_the_same(pool: Pool) -> None:
     case = replace(CLASSES, precision="fp32", rate_scale=0.1)
     expected = alone(case)
-    (rank,) = train_in_threads(store, served(case, 2, 2, transfer="bf16"))
+    (rank,) = train_in_threads(pool, served(case, 2, 2, transfer="bf16"))
     for name, tensor in expected.weights.items():
         assert not torch.equal(rank.weights[name], tensor)
         torch.testing.assert_close(rank.weights[name], tensor, rtol=2.0**-6, atol=2.0**-6 * float(tensor.abs().max()))
 
 
 @pytest.mark.parametrize(("mode", "workers"), [("sync", 3), ("async", 1)])
-def test_an_overflowed_step_is_tried_again_by_all(mode: str, workers: int, store: tuple[str, int]) -> None:
+def test_an_overflowed_step_is_tried_again_by_all(mode: str, workers: int, pool: Pool) -> None:
     case = replace(CLASSES, precision="fp16_mixed", rate_scale=0.1, max_norm=0.1, micro_size=8, initial_scale=2.0**24)
     expected = alone(case)
-    (rank,) = train_in_threads(store, served(case, workers, 1, mode=mode))
+    (rank,) = train_in_threads(pool, served(case, workers, 1, mode=mode))
     assert rank.scale == expected.scale < 2.0**24
     rtol = 2.0**-10  # the same products of 11 bits; the order of summation differs
     for name, tensor in expected.weights.items():
         torch.testing.assert_close(rank.weights[name], tensor, rtol=rtol, atol=rtol * float(tensor.abs().max()))
 
 
-def test_overflows_of_many_workers_lower_one_loss_scale_and_each_step_is_used_once(
-    tmp_path: Path, store: tuple[str, int]
-) -> None:
+def test_overflows_of_many_workers_lower_one_loss_scale_and_each_step_is_used_once(tmp_path: Path, pool: Pool) -> None:
     case = replace(CLASSES, precision="fp16_mixed", rate_scale=0.1, max_norm=0.1, num_steps=12, initial_scale=2.0**24)
     case = replace(case, folder=tmp_path, slowed={2: 0.05})
-    (rank,) = train_in_threads(store, served(case, 3, 1, mode="async"))
+    (rank,) = train_in_threads(pool, served(case, 3, 1, mode="async"))
     lines = list(read_record(tmp_path / "updates.jsonl"))
     assert sorted(part.ticket.step for line in lines for part in line.items) == list(range(12))
     assert rank.scale < 2.0**24
@@ -572,7 +568,7 @@ def test_overflows_of_many_workers_lower_one_loss_scale_and_each_step_is_used_on
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_a_step_that_is_not_finite_is_left_out_by_policy(
-    mode: str, store: tuple[str, int], monkeypatch: pytest.MonkeyPatch
+    mode: str, pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stepping, "Numerics", partial(Numerics, on_nonfinite="skip"))
     batch = stepping._Rank._batch
@@ -582,7 +578,7 @@ def test_a_step_that_is_not_finite_is_left_out_by_policy(
         return (inputs * torch.nan if 11 in indices else inputs), targets
 
     monkeypatch.setattr(stepping._Rank, "_batch", poisoned)
-    (trained,) = train_in_threads(store, served(CLASSES, 2 if mode == "sync" else 1, 1, mode=mode))
+    (trained,) = train_in_threads(pool, served(CLASSES, 2 if mode == "sync" else 1, 1, mode=mode))
     assert all(tensor.isfinite().all() for tensor in trained.weights.values())
     torch.testing.assert_close(trained.weights, alone(CLASSES).weights, rtol=1e-12, atol=1e-14)
 

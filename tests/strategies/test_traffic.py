@@ -111,7 +111,7 @@ def test_rows_of_sparse_tables_are_not_known_without_a_dry_run() -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shown:
+class DryRun:
     """A dry run with these results."""
 
     indices: Sequence[int] = ()
@@ -131,7 +131,7 @@ ROW = 25 * 4
 
 
 def rows_sent(strategy: Strategy, lookups: Sequence[int]) -> dict[tuple[str, str], float]:
-    cut = StepCut(num_shards=4, num_replicas=2, dry_run=Shown(indices=lookups))
+    cut = StepCut(num_shards=4, num_replicas=2, dry_run=DryRun(indices=lookups))
     transfers = traffic_of(strategy, TABLES, PlanContext(), cut)
     assert transfers is not None
     assert {transfer.note for transfer in transfers if transfer.what.startswith("rows")} == {AT_MOST}
@@ -158,7 +158,7 @@ def test_workers_read_the_rows_of_each_lookup_and_push_those_of_a_work_order() -
 
 
 def test_an_average_sends_parameters_and_slots_in_the_last_step_of_its_window() -> None:
-    cut = StepCut(num_shards=4, num_replicas=2, dry_run=Shown(averaged=3 * SIZE))
+    cut = StepCut(num_shards=4, num_replicas=2, dry_run=DryRun(averaged=3 * SIZE))
     transfers = traffic_of(LocalSgd(average_every=8, local_after=3), MODEL, PlanContext(), cut)
     traffic = Traffic(transfers=transfers or (), ranks_a_host=2)
     sizes = {step: traffic.at(step).network_bytes() for step in range(20)}

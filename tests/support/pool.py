@@ -108,13 +108,13 @@ class Pool:
             self._workers.append(_Worker(len(self._workers)))
         workers = self._workers[:num_ranks]
         self._tasks += 1
-        member = Member(rank=0, num_ranks=num_ranks, store=self._address(), prefix=f"task/{self._tasks}")
+        member = Member(rank=0, num_ranks=num_ranks, store=self.address(), prefix=f"task/{self._tasks}")
         request = Request(function=function, args=args, member=member, group=group)
         for rank, worker in enumerate(workers):
             worker.send(replace(request, member=replace(member, rank=rank)))
         return self._collect(workers, function, timeout_s)
 
-    def _address(self) -> tuple[str, int]:
+    def address(self) -> tuple[str, int]:
         """The session's store, on loopback alone: given only a name, it would listen on every interface."""
         if self._store is None:
             from torch.distributed import TCPStore  # type: ignore[attr-defined]  # collecting needs no torch
