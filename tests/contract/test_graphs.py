@@ -153,12 +153,11 @@ class Untraceable(zoo.Net):
 
 
 @pytest.mark.slow
-def test_code_that_cannot_be_traced_is_named(monkeypatch: pytest.MonkeyPatch, pool: Pool) -> None:
-    monkeypatch.setitem(stepping.TASKS, "untraceable", stepping.TASKS["classes"]._replace(model=Untraceable))
+def test_code_that_cannot_be_traced_is_named(pool: Pool) -> None:
     with pytest.raises(
         TrainingError, match=r"compile.mode=step: this step cannot be one graph: .*branching.* Use compile"
     ):
-        train(pool, replace(POINTS, task="untraceable"))
+        train(pool, replace(POINTS, build=Untraceable))
 
 
 @pytest.mark.slow
@@ -317,11 +316,9 @@ DRAWS = {
 @pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
 @pytest.mark.slow
 def test_a_first_pass_shows_a_draw_that_the_code_does_not(
-    draw: Callable[[], Any], graphs: list[ShardGraphs], monkeypatch: pytest.MonkeyPatch, pool: Pool
+    draw: Callable[[], Any], graphs: list[ShardGraphs], pool: Pool
 ) -> None:
-    trial = stepping.TASKS["classes"]._replace(model=lambda: Hidden(draw, 0))
-    monkeypatch.setitem(stepping.TASKS, "hidden_draw", trial)
-    train(pool, replace(SHARDS, task="hidden_draw", num_steps=1))
+    train(pool, replace(SHARDS, build=lambda: Hidden(draw, 0), num_steps=1))
     assert [graph.is_whole for graph in graphs] == [False]
 
 
@@ -342,25 +339,19 @@ class Shaken(zoo.Net):
 
 
 @pytest.mark.slow
-def test_a_model_that_draws_with_python_keeps_its_keys(
-    graphs: list[ShardGraphs], monkeypatch: pytest.MonkeyPatch, pool: Pool
-) -> None:
-    monkeypatch.setitem(stepping.TASKS, "shaken", stepping.TASKS["classes"]._replace(model=Shaken))
+def test_a_model_that_draws_with_python_keeps_its_keys(graphs: list[ShardGraphs], pool: Pool) -> None:
     (compiled,), (eager,) = (
-        train(pool, replace(SHARDS, task="shaken", shaping=shaping)) for shaping in (DEFAULT, ModelTransforms())
+        train(pool, replace(SHARDS, build=Shaken, shaping=shaping)) for shaping in (DEFAULT, ModelTransforms())
     )
     assert [graph.is_whole for graph in graphs] == [False]
     assert all(torch.equal(tensor, eager.weights[name]) for name, tensor in compiled.weights.items())
 
 
 @pytest.mark.slow
-def test_a_draw_that_comes_later_ends_the_run_by_name(passes: str, monkeypatch: pytest.MonkeyPatch, pool: Pool) -> None:
-    def model() -> nn.Module:
-        return nn.Sequential(zoo.Net(), Later())
-
-    monkeypatch.setitem(stepping.TASKS, "later", stepping.TASKS["classes"]._replace(model=model))
+def test_a_draw_that_comes_later_ends_the_run_by_name(passes: str, pool: Pool) -> None:
+    case = replace(SHARDS, build=lambda: nn.Sequential(zoo.Net(), Later()), num_steps=10)
     with pytest.raises(TrainingError, match=r"^compile.mode: the module .*1.* \(Later\), by dropout, draws random"):
-        train(pool, replace(SHARDS, task="later", num_steps=10))
+        train(pool, case)
 
 
 class CountingCalls(zoo.Net):
@@ -375,11 +366,8 @@ class CountingCalls(zoo.Net):
 
 
 @pytest.mark.slow
-def test_a_model_that_counts_in_python_is_compiled_by_blocks(
-    graphs: list[ShardGraphs], monkeypatch: pytest.MonkeyPatch, pool: Pool
-) -> None:
-    monkeypatch.setitem(stepping.TASKS, "counting", stepping.TASKS["classes"]._replace(model=CountingCalls))
-    train(pool, replace(SHARDS, task="counting", num_steps=1))
+def test_a_model_that_counts_in_python_is_compiled_by_blocks(graphs: list[ShardGraphs], pool: Pool) -> None:
+    train(pool, replace(SHARDS, build=CountingCalls, num_steps=1))
     assert [graph.is_whole for graph in graphs] == [False]
 
 
@@ -394,11 +382,10 @@ class Branching(zoo.Net):
 
 @pytest.mark.slow
 def test_code_that_is_not_one_graph_is_compiled_by_blocks_and_said(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, pool: Pool
+    caplog: pytest.LogCaptureFixture, pool: Pool
 ) -> None:
-    monkeypatch.setitem(stepping.TASKS, "branching", stepping.TASKS["classes"]._replace(model=Branching))
-    (compiled,) = train(pool, replace(SHARDS, task="branching"))
-    (eager,) = train(pool, replace(SHARDS, task="branching", shaping=ModelTransforms()))
+    (compiled,) = train(pool, replace(SHARDS, build=Branching))
+    (eager,) = train(pool, replace(SHARDS, build=Branching, shaping=ModelTransforms()))
     assert all(torch.equal(tensor, eager.weights[name]) for name, tensor in compiled.weights.items())
     assert "blocks are compiled, because a shard cannot be one graph" in caplog.text
 
