@@ -540,9 +540,9 @@ def test_ranks_of_the_last_axis_are_neighbours_and_every_rank_has_coordinates_of
     axes = Axes(replicate=2, shard=3, tensor=2)
     assert [axes.coordinates(rank)["tensor"] for rank in range(4)] == [0, 1, 0, 1]
     assert axes.coordinates(5) == {"replicate": 0, "shard": 2, "pipe": 0, "context": 0, "tensor": 1}
-    places = [tuple(axes.coordinates(rank).values()) for rank in range(axes.num_ranks)]
-    assert places == sorted(set(places))
-    assert len(places) == 12
+    coordinates = [tuple(axes.coordinates(rank).values()) for rank in range(axes.num_ranks)]
+    assert coordinates == sorted(set(coordinates))
+    assert len(coordinates) == 12
     (problem,) = axes.problems(6)
     assert "make 12 ranks, and the run has 6" in str(problem)
     assert axes.problems(12) == []
