@@ -186,7 +186,7 @@ class Loud(zoo.Points):
         self.inputs = self.inputs * 512
 
 
-def hushing() -> nn.Module:
+def quieted() -> nn.Module:
     """Two layers; the first takes loud inputs down."""
     model = zoo.fill(nn.Sequential(nn.Linear(6, 7), nn.Linear(7, 3)))
     with torch.no_grad():
@@ -195,12 +195,12 @@ def hushing() -> nn.Module:
 
 
 def test_an_overflow_on_one_stage_is_tried_again_by_all(pool: Pool) -> None:
-    base = replace(CLASSES, build=hushing, samples=Loud, precision="fp16_mixed", rate_scale=1e-6, num_steps=4)
+    base = replace(CLASSES, build=quieted, samples=Loud, precision="fp16_mixed", rate_scale=1e-6, num_steps=4)
     ranks = assert_bits(train(pool, replace(base, settings={"schedule": "zero_bubble"})), alone(base))
     assert ranks[0].scale < 65536
 
 
-def drifts(member: Member, case: Case) -> str | None:
+def drift(member: Member, case: Case) -> str | None:
     """What the check of replicas says once one of them has gone its own way."""
     rank = _Rank(member, case)
     executor = rank.setup(0)
@@ -217,7 +217,7 @@ def drifts(member: Member, case: Case) -> str | None:
 
 def test_a_stage_that_differs_between_replicas_is_named(pool: Pool) -> None:
     case = replace(CLASSES, settings={"replicas": 2})
-    texts = pool.run("tests.contract.test_pipeline.drifts", case, num_ranks=4)
+    texts = pool.run("tests.contract.test_pipeline.drift", case, num_ranks=4)
     assert set(texts) == {"the parameter 2.weight differs on rank 3 from rank 1, which holds the same part of it."}
 
 

@@ -153,7 +153,7 @@ def test_fewer_bytes_are_sent(kind: str, expected: list[int], pool: Pool) -> Non
     assert pool.run("tests.contract.test_reducers.wire_bytes", kind, num_ranks=2, group=True) == [expected] * 2
 
 
-def resumed(member: Member) -> dict[str, object]:
+def state_after_resume(member: Member) -> dict[str, object]:
     from tests.contract.stepping import _Rank
 
     rank = _Rank(member, compressed(BASE, compression="powersgd", powersgd_after=4))
@@ -170,7 +170,7 @@ def resumed(member: Member) -> dict[str, object]:
 
 
 def test_a_resumed_run_sends_no_whole_gradients_again(pool: Pool) -> None:
-    assert pool.run("tests.contract.test_reducers.resumed", num_ranks=2) == [{"compressed_steps": 3}] * 2
+    assert pool.run("tests.contract.test_reducers.state_after_resume", num_ranks=2) == [{"compressed_steps": 3}] * 2
 
 
 def test_compression_changes_the_fingerprint_and_a_reducer_does_not() -> None:

@@ -130,8 +130,8 @@ def test_blocks_inside_a_recomputed_one_draw_the_masks_of_their_shard() -> None:
     assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
 
 
-def kept_bytes(shaping: ModelTransforms) -> int:
-    """What backward is kept for, parameters apart."""
+def saved_bytes(shaping: ModelTransforms) -> int:
+    """Bytes that autograd saves for backward, parameters excluded."""
     model = apply_transforms(gpt(), shaping)
     param_pointers, sizes = {param.untyped_storage().data_ptr() for param in model.parameters()}, {}
 
@@ -149,7 +149,7 @@ def kept_bytes(shaping: ModelTransforms) -> int:
 
 
 def test_recomputing_keeps_the_inputs_of_blocks_alone() -> None:
-    none, full, half = (kept_bytes(ModelTransforms(recompute=recompute)) for recompute in ("none", "full", 2))
+    none, full, half = (saved_bytes(ModelTransforms(recompute=recompute)) for recompute in ("none", "full", 2))
     block = 2 * 8 * 8 * 4  # samples x length x width of float32
     assert full < half < none
     assert none - full > 3 * 10 * block  # what each of three blocks makes is ten times its input and more

@@ -27,7 +27,7 @@ from trainkit.errors import ConfigError, DataError, MissingExtraError
 from trainkit.extras import install_command
 
 
-def written(path: Path, rows: list[str]) -> Path:
+def write_csv(path: Path, rows: list[str]) -> Path:
     path.write_text("\n".join(["size,colour,price", *rows]) + "\n", encoding="utf-8")
     return path
 
@@ -36,7 +36,7 @@ ROWS = [f"{number},{'red' if number % 3 else 'blue'},{2 * number}" for number in
 
 
 def test_a_table_is_scaled_by_its_training_rows_alone(tmp_path: Path) -> None:
-    path = written(tmp_path / "t.csv", ROWS)
+    path = write_csv(tmp_path / "t.csv", ROWS)
     (train, prices), (val, val_prices) = (
         CsvTable(split=split, path=path, target="price", val_share=0.25).tensors() for split in ("train", "val")
     )
@@ -52,7 +52,7 @@ def test_a_table_is_scaled_by_its_training_rows_alone(tmp_path: Path) -> None:
 
 def test_classes_are_numbered_in_the_order_of_their_texts(tmp_path: Path) -> None:
     keys: dict[str, Any] = {"target": "colour", "target_kind": "class", "val_share": 0.0}
-    features, classes = CsvTable(split="train", path=written(tmp_path / "t.csv", ROWS), **keys).tensors()
+    features, classes = CsvTable(split="train", path=write_csv(tmp_path / "t.csv", ROWS), **keys).tensors()
     assert classes.tolist() == [int(number % 3 > 0) for number in range(20)]
     assert features.shape == (20, 2)
 
@@ -84,7 +84,7 @@ def test_a_bad_table_is_refused_with_its_line_or_column(
 ) -> None:
     keys: dict[str, Any] = {"target": "price", "val_share": 0.0, **settings}
     with pytest.raises((DataError, ConfigError), match=re.escape(message)):
-        CsvTable(split="train", path=written(tmp_path / "t.csv", rows), **keys)
+        CsvTable(split="train", path=write_csv(tmp_path / "t.csv", rows), **keys)
 
 
 def table(path: Path, text: str, **settings: Any) -> CsvTable:

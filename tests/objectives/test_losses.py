@@ -512,7 +512,7 @@ def evaluate(prototype: Any, parts: list[slice]) -> Callable[[Collective], Any]:
     return work
 
 
-def theirs(name: str, **settings: Any) -> Any:
+def torch_metric(name: str, **settings: Any) -> Any:
     """A metric of torchmetrics for the four classes."""
     import torchmetrics
 
@@ -523,7 +523,7 @@ def theirs(name: str, **settings: Any) -> Any:
 @pytest.mark.parametrize("name", ["F1Score", "AUROC", "CalibrationError"])  # counted; every score kept; a mean
 @pytest.mark.parametrize("parts", [PARTS, [slice(0, 50), slice(50, 50)]], ids=["uneven", "one rank empty"])
 def test_a_torchmetrics_class_gives_the_same_on_two_ranks_as_on_one(name: str, parts: list[slice]) -> None:
-    prototype = theirs(name, **({"average": "macro"} if name == "F1Score" else {}))
+    prototype = torch_metric(name, **({"average": "macro"} if name == "F1Score" else {}))
     expected = evaluate(prototype, [slice(0, 50)])(LocalCollective())
 
     assert on_ranks(2, evaluate(prototype, parts)) == [pytest.approx(expected, abs=1e-7)] * 2
@@ -531,7 +531,7 @@ def test_a_torchmetrics_class_gives_the_same_on_two_ranks_as_on_one(name: str, p
 
 @needs_torchmetrics
 def test_an_evaluation_starts_empty() -> None:
-    prototype = theirs("F1Score")
+    prototype = torch_metric("F1Score")
     first, again = (evaluate(prototype, PARTS[:1])(LocalCollective()) for _ in range(2))
     assert (first, prototype.update_called) == (again, False)
 
@@ -539,7 +539,7 @@ def test_an_evaluation_starts_empty() -> None:
 @needs_torchmetrics
 @pytest.mark.parametrize("parts", [PARTS, [slice(0, 50), slice(50, 50)]], ids=["uneven", "one rank empty"])
 def test_a_confusion_matrix_counts_the_same_on_two_ranks_as_on_one(parts: list[slice]) -> None:
-    expected = theirs("ConfusionMatrix")(FOUR_SCORES, FOUR_LABELS)
+    expected = torch_metric("ConfusionMatrix")(FOUR_SCORES, FOUR_LABELS)
 
     for num_classes in (4, None):
         tables = on_ranks(2, evaluate(ConfusionMatrix(num_classes, names=["a", "b", "c", "d"]), parts))
@@ -551,7 +551,7 @@ def test_each_class_has_its_precision_recall_and_f1() -> None:
     (table,) = on_ranks(1, evaluate(PerClass(4), [slice(0, 50)]))
 
     for column, name in enumerate(("Precision", "Recall", "F1Score"), start=1):
-        expected = theirs(name, average="none")(FOUR_SCORES, FOUR_LABELS)
+        expected = torch_metric(name, average="none")(FOUR_SCORES, FOUR_LABELS)
         assert [row[column] for row in table.rows] == pytest.approx(expected.tolist(), abs=1e-6)
     assert [row[-1] for row in table.rows] == torch.bincount(FOUR_LABELS).tolist()
 
@@ -668,7 +668,7 @@ def layer_and_targets(dtype: torch.dtype = torch.float64, scale: float = 1.0) ->
     return hidden, weight, bias, targets
 
 
-def plain(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> Tensor:
+def plain_loss(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> Tensor:
     scores = functional.linear(hidden, weight, bias)
     scores = scores if scores.dtype is torch.float64 else scores.float()
     return functional.cross_entropy(scores, targets, reduction="sum")
@@ -687,7 +687,7 @@ def test_the_loss_and_its_gradients_are_those_of_all_scores(
     hidden, weight, bias, targets = layer_and_targets(scale=scale)
 
     loss = linear_cross_entropy(hidden, weight, targets, bias=bias)
-    expected = plain(hidden, weight, bias, targets)
+    expected = plain_loss(hidden, weight, bias, targets)
 
     torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
     for grad, true in zip(grads(loss, hidden, weight, bias), grads(expected, hidden, weight, bias), strict=True):
@@ -698,10 +698,10 @@ def test_the_loss_and_its_gradients_are_those_of_all_scores(
 def test_in_bfloat16_gradients_are_as_exact_as_those_of_all_scores(scale: float) -> None:
     hidden, weight, bias, targets = layer_and_targets(torch.bfloat16, scale=scale)
     exact = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight, bias)]
-    exact_grads = grads(plain(exact[0], exact[1], exact[2], targets), *exact)
+    exact_grads = grads(plain_loss(exact[0], exact[1], exact[2], targets), *exact)
 
     chunk_grads = grads(linear_cross_entropy(hidden, weight, targets, bias=bias), hidden, weight, bias)
-    plain_grads = grads(plain(hidden, weight, bias, targets), hidden, weight, bias)
+    plain_grads = grads(plain_loss(hidden, weight, bias, targets), hidden, weight, bias)
 
     for ours, theirs, true in zip(chunk_grads, plain_grads, exact_grads, strict=True):
         assert (ours - true).norm() <= 1.2 * (theirs - true).norm()
@@ -732,7 +732,7 @@ def test_a_frozen_layer_costs_no_gradient_and_targets_alone_that_do_not_count_gi
     loss = linear_cross_entropy(hidden, frozen, targets)
     loss.backward()  # type: ignore[no-untyped-call]
     torch.testing.assert_close(
-        hidden.grad, *torch.autograd.grad(plain(hidden, frozen, None, targets), hidden), rtol=1e-12, atol=1e-12
+        hidden.grad, *torch.autograd.grad(plain_loss(hidden, frozen, None, targets), hidden), rtol=1e-12, atol=1e-12
     )
     with pytest.raises(RuntimeError, match="a second time"):
         loss.backward()  # type: ignore[no-untyped-call]
@@ -760,7 +760,7 @@ def test_in_bfloat16_fourteen_bytes_a_score_are_moved_and_one_is_alive(monkeypat
     assert moved <= 14  # written, read thrice; its gradient written, read for the target, and by two products
     assert alive <= 1  # two tensors of a chunk, a quarter of the rows
 
-    moved, alive = bytes_a_score(lambda hidden, weight, targets: plain(hidden, weight, None, targets), monkeypatch)
+    moved, alive = bytes_a_score(lambda hidden, weight, targets: plain_loss(hidden, weight, None, targets), monkeypatch)
     assert moved > 40
     assert alive >= 10
 

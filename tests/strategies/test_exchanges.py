@@ -126,7 +126,7 @@ def test_allowed_ones_are_left_as_they_are(reduce: str, pool: Pool) -> None:
     assert_close(train(pool, replace(IDLE, settings=settings)), alone(IDLE), atol=0)
 
 
-def grouped(member: Member, places: list[tuple[int, int]]) -> list[float]:
+def sum_in_groups(member: Member, places: list[tuple[int, int]]) -> list[float]:
     packing = FlatBuffer([torch.Size([3])], torch.float64, CPU)
     reducer = HierarchicalReducer(places, rank=member.rank, timeout_s=60)
     reducer.begin(packing, num_shards=4)
@@ -144,7 +144,7 @@ def test_hosts_are_summed_one_by_one_and_then_together(
     together: list[int], hosts: list[int], sums: list[float], pool: Pool
 ) -> None:
     places = list(zip(together, hosts, strict=True))
-    totals = pool.run("tests.strategies.test_exchanges.grouped", places, num_ranks=4, group=True)
+    totals = pool.run("tests.strategies.test_exchanges.sum_in_groups", places, num_ranks=4, group=True)
     assert totals == [[value] * 3 for value in sums]
 
 
@@ -164,13 +164,13 @@ def test_auto_is_a_rule_that_says_why(settings: Any, ranks: tuple[int, int, bool
 
 def test_ranks_that_cannot_share_memory_all_see_why(pool: Pool) -> None:
     for size, why in ((0, "rank 1 may not open the memory"), (1 << 60, "there are no 3298534883328 MiB of memory")):
-        obstacles = pool.run("tests.strategies.test_exchanges.hindered", size, num_ranks=2, group=True)
+        obstacles = pool.run("tests.strategies.test_exchanges.obstacle", size, num_ranks=2, group=True)
         assert obstacles[0] == obstacles[1]
         assert obstacles[0].startswith(why)
-    assert pool.run("tests.strategies.test_exchanges.hindered", 8, num_ranks=2, group=True) == [None, None]
+    assert pool.run("tests.strategies.test_exchanges.obstacle", 8, num_ranks=2, group=True) == [None, None]
 
 
-def hindered(member: Member, size: int) -> str | None:
+def obstacle(member: Member, size: int) -> str | None:
     """Look for an obstacle; with a size of 0 the system forbids rank 1 to open the memory of another process."""
     collective = GroupCollective(rank=member.rank, num_ranks=2, device=CPU)
     forbidden = member.rank == 1 and not size
@@ -230,7 +230,7 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
     process.wait()
 
 
-def waiting(pid: int, timeout_s: float, *, earlier: int = 0) -> TrainingError:
+def barrier_error(pid: int, timeout_s: float, *, earlier: int = 0) -> TrainingError:
     """What rank 0 says that waits for a process, or for one that began earlier with the same number."""
     started = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     segment = SharedMemorySegment(Peer(ProcessId(pid, started - earlier)), numel=8, dtype=torch.float32)
@@ -244,20 +244,20 @@ def test_a_killed_rank_is_named_while_it_is_still_a_zombie_process(
 ) -> None:
     sleeper.kill()
     os.waitid(os.P_PID, sleeper.pid, os.WEXITED | os.WNOWAIT)  # now a zombie
-    error = waiting(sleeper.pid, timeout_s=60)
+    error = barrier_error(sleeper.pid, timeout_s=60)
     assert str(error) == "rank 1 ended while rank 0 waited for its gradients."
     words = write_error_report(tmp_path / "words.json", 0, error)
     assert (words.is_secondary, words.is_permanent) == (True, False)
 
 
 def test_a_later_process_with_the_same_number_is_not_taken_for_the_peer(sleeper: subprocess.Popen[bytes]) -> None:
-    assert str(waiting(sleeper.pid, timeout_s=60, earlier=1)).startswith("rank 1 ended")
+    assert str(barrier_error(sleeper.pid, timeout_s=60, earlier=1)).startswith("rank 1 ended")
 
 
 def test_a_running_rank_that_sends_no_gradients_is_named_after_the_timeout(
     sleeper: subprocess.Popen[bytes], tmp_path: Path
 ) -> None:
-    error = waiting(sleeper.pid, timeout_s=0.01)
+    error = barrier_error(sleeper.pid, timeout_s=0.01)
     assert str(error) == "rank 1 sent no gradients to rank 0 in 0.01 s (strategy.timeout_s)."
     assert write_error_report(tmp_path / "words.json", 0, error).is_secondary
 
@@ -294,7 +294,7 @@ def test_no_rank_overtakes_another_in_many_steps(pool: Pool) -> None:
         assert sums == [111.0 * step for step in range(300)]
 
 
-def let_go_early(member: Member) -> str:
+def close_early(member: Member) -> str:
     collective = GroupCollective(rank=member.rank, num_ranks=2, device=CPU)
     segment = SharedMemorySegment(collective, numel=8, dtype=torch.float32)
     if member.rank == 1:
@@ -306,7 +306,7 @@ def let_go_early(member: Member) -> str:
 
 
 def test_a_rank_that_closes_its_reducer_early_ends_the_wait_of_the_other_ranks(pool: Pool) -> None:
-    messages = pool.run("tests.strategies.test_exchanges.let_go_early", num_ranks=2, group=True)
+    messages = pool.run("tests.strategies.test_exchanges.close_early", num_ranks=2, group=True)
     assert messages[0] == "rank 1 ended while rank 0 waited for its gradients."
 
 
@@ -473,7 +473,7 @@ def test_thirteen_of_fourteen_exchanges_begin_while_backward_computes(
 PARAMETERS = sum(p.numel() for p in zoo.Net().parameters())
 
 
-def counted(member: Member, case: Case) -> list[int]:
+def all_reduce_sizes(member: Member, case: Case) -> list[int]:
     """The elements of every all-reduce of a case."""
     sizes: list[int] = []
     all_reduce = dist.all_reduce
@@ -497,10 +497,10 @@ def test_a_step_is_one_exchange_or_one_a_bucket_however_many_shards_are_accumula
 ) -> None:
     settings = {"replicas": 2, "reduce": "backend", "bucket_mb": bucket_mb}
     case = Case(strategy="mirrored", settings=settings, global_size=16, micro_size=micro_size, num_steps=3)
-    assert pool.run("tests.strategies.test_exchanges.counted", case, num_ranks=2) == [expected * 3] * 2
+    assert pool.run("tests.strategies.test_exchanges.all_reduce_sizes", case, num_ranks=2) == [expected * 3] * 2
 
 
-def reentrant(member: Member) -> str:
+def reentrant_error(member: Member) -> str:
     """A layer that two reentrant checkpoints share: its gradient comes in two parts."""
     del member
     layer, last = nn.Linear(4, 4), nn.Linear(4, 4)
@@ -517,11 +517,11 @@ def reentrant(member: Member) -> str:
 
 
 def test_a_gradient_that_comes_in_two_parts_is_refused_with_what_to_do(pool: Pool) -> None:
-    for message in pool.run("tests.strategies.test_exchanges.reentrant", num_ranks=2, group=True):
+    for message in pool.run("tests.strategies.test_exchanges.reentrant_error", num_ranks=2, group=True):
         assert "Use checkpoint(..., use_reentrant=False), or strategy.bucket_mb=0." in message
 
 
-def sent_through_the_host(member: Member) -> list[float]:
+def sum_through_host(member: Member) -> list[float]:
     """The sum where tensors of a device do not travel to a single rank."""
     collective = GroupCollective(rank=member.rank, num_ranks=2, device=CPU)
     reducer, flat = vector.RingReducer(collective), torch.full((3,), 7.0 + member.rank)
@@ -532,7 +532,7 @@ def sent_through_the_host(member: Member) -> list[float]:
 
 
 def test_a_ring_of_tensors_that_gloo_cannot_send_goes_through_the_host(pool: Pool) -> None:
-    totals = pool.run("tests.strategies.test_exchanges.sent_through_the_host", num_ranks=2, group=True)
+    totals = pool.run("tests.strategies.test_exchanges.sum_through_host", num_ranks=2, group=True)
     assert totals == [[15.0] * 3] * 2
 
 
@@ -548,7 +548,7 @@ def test_ranks_of_the_last_axis_are_neighbours_and_every_rank_has_coordinates_of
     assert axes.problems(12) == []
 
 
-def limits(member: Member) -> list[float]:
+def timeouts(member: Member) -> list[float]:
     """The seconds that each group of some of four ranks waits for them in an exchange."""
     mesh = Axes(replicate=2, tensor=2).mesh("cpu", timeout_s=7)
     stage_groups = groups_alike([(0,), (0, 1)], Axes(replicate=2, pipe=2), rank=member.rank, timeout_s=8)
@@ -558,7 +558,7 @@ def limits(member: Member) -> list[float]:
 
 
 def test_groups_of_some_ranks_wait_as_long_as_the_group_of_all(pool: Pool) -> None:
-    for seconds in pool.run("tests.strategies.test_exchanges.limits", num_ranks=4, group=True):
+    for seconds in pool.run("tests.strategies.test_exchanges.timeouts", num_ranks=4, group=True):
         assert seconds == [7.0, 7.0, 8.0]
 
 

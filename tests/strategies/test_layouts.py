@@ -92,7 +92,7 @@ def test_rows_of_a_transposed_variable_cannot_be_cut_without_a_bit_changing() ->
     assert [pieces[0].strides for pieces in cut.pieces] == [(1, 32), (1, 32)]
 
 
-def exchanged(member: Member) -> tuple[Tensor, list[Tensor]]:
+def exchange(member: Member) -> tuple[Tensor, list[Tensor]]:
     """A tensor that lies by columns on rank 1 alone: rank 0's values, and those of both."""
     tensor = torch.arange(6.0).reshape(2, 3) + 10 * member.rank
     tensor = tensor.t().contiguous().t() if member.rank else tensor
@@ -107,7 +107,7 @@ def exchanged(member: Member) -> tuple[Tensor, list[Tensor]]:
 
 def test_values_are_exchanged_by_element_whatever_the_strides(pool: Pool) -> None:
     expected = torch.arange(6.0).reshape(2, 3)
-    for tensor, gathered in pool.run("tests.strategies.test_layouts.exchanged", num_ranks=2, group=True):
+    for tensor, gathered in pool.run("tests.strategies.test_layouts.exchange", num_ranks=2, group=True):
         assert torch.equal(tensor, expected)
         assert torch.equal(torch.stack(gathered), torch.stack([expected, expected + 10]))
 

@@ -161,7 +161,7 @@ def orders(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return recorded
 
 
-def updated(value: float, precision: str, max_norm: float | None) -> Status:
+def update_status(value: float, precision: str, max_norm: float | None) -> Status:
     rank = _Rank(None, Case(precision=precision, optimizer="sgd"))
     rank.numerics = Numerics(on_nonfinite="stop" if precision == "fp16_mixed" else "skip")
     replica = rank.setup(0).local
@@ -178,7 +178,7 @@ def updated(value: float, precision: str, max_norm: float | None) -> Status:
 def test_gradients_are_walked_once_to_be_judged_and_clipped(
     value: float, max_norm: float | None, expected: list[float], precision: str, orders: list[float]
 ) -> None:
-    assert updated(value, precision, max_norm) is Status.applied  # the squares of 1e30 are not finite
+    assert update_status(value, precision, max_norm) is Status.applied  # the squares of 1e30 are not finite
     assert orders == expected
 
 
@@ -187,7 +187,7 @@ def test_gradients_are_walked_once_to_be_judged_and_clipped(
 def test_an_update_of_what_is_not_finite_is_not_made(
     precision: str, status: Status, value: float, orders: list[float]
 ) -> None:
-    assert updated(value, precision, 1.0) is status
+    assert update_status(value, precision, 1.0) is status
     assert orders == [2.0, torch.inf]
 
 

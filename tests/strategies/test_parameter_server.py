@@ -271,7 +271,7 @@ def test_an_unreachable_peer_is_waited_for_while_the_training_lasts() -> None:
 HELLO = {"name": "worker:1", "nonce": "0" * 64}
 
 
-def framed(kind: Any, meta: Any, tensors: Any = ()) -> bytes:
+def frame_of(kind: Any, meta: Any, tensors: Any = ()) -> bytes:
     """A frame of any content."""
     text = json.dumps([kind, meta, tensors]).encode()
     return HEAD.pack(b"tkl2", len(text)) + text
@@ -282,11 +282,11 @@ GARBAGE = [
     HEAD.pack(b"tkl2", 2**32 - 1),
     HEAD.pack(b"tkl2", 60_000) + b"[" * 60_000,
     HEAD.pack(b"tkl2", 900) + b"[" * 900,
-    framed("push", HELLO, [["x", "float32", 2**40]]),
-    framed("hello", HELLO, [["x", "float32", 2**40]]),
-    framed("hello", HELLO) + framed("proof", {}),
-    framed("hello", HELLO, [["x", "object", -1]]),
-    framed(["hello"], [HELLO], 3),
+    frame_of("push", HELLO, [["x", "float32", 2**40]]),
+    frame_of("hello", HELLO, [["x", "float32", 2**40]]),
+    frame_of("hello", HELLO) + frame_of("proof", {}),
+    frame_of("hello", HELLO, [["x", "object", -1]]),
+    frame_of(["hello"], [HELLO], 3),
 ]
 """Half frames, frames of too much, frames of nothing known, noise."""
 
@@ -341,7 +341,7 @@ def test_an_invalid_request_of_an_authenticated_peer_is_refused_or_ends_its_conn
 
 
 def test_a_worker_that_dies_in_the_middle_of_a_push_leaves_nothing() -> None:
-    push = framed("push", {"key": "a"}, [["0", "float32", 37 * 101]])
+    push = frame_of("push", {"key": "a"}, [["0", "float32", 37 * 101]])
     with serving(Net(), optimizer_of("sgd")) as farm:
         before, worker = farm.chief.state(), farm.client()
         worker.links[0]._connection.sendall(push + bytes(99))
@@ -369,13 +369,13 @@ def with_workers(scheduler: WorkScheduler, workers: int) -> WorkScheduler:
     return scheduler
 
 
-def taken(scheduler: WorkScheduler, worker: str) -> WorkItem:
+def next_item(scheduler: WorkScheduler, worker: str) -> WorkItem:
     item = scheduler.next(worker)
     assert item is not None
     return item
 
 
-def applied(scheduler: WorkScheduler, item: WorkItem, version: int) -> PendingUpdate | None:
+def report(scheduler: WorkScheduler, item: WorkItem, version: int) -> PendingUpdate | None:
     scheduler.report(item.number, item.worker, version)
     merge = scheduler.next_ready_update()
     if merge is not None:
@@ -393,21 +393,21 @@ def test_each_policy_judges_by_staleness() -> None:
 
 def test_a_dropped_gradient_is_computed_again_before_any_other_step() -> None:
     scheduler = asynchronous(2, "drop", 0)
-    first, second = taken(scheduler, "w0"), taken(scheduler, "w1")
-    assert applied(scheduler, second, 0) is not None
-    assert applied(scheduler, first, 0) is None
-    assert taken(scheduler, "w0").ticket == Ticket(0, (0, 1, 2, 3))
+    first, second = next_item(scheduler, "w0"), next_item(scheduler, "w1")
+    assert report(scheduler, second, 0) is not None
+    assert report(scheduler, first, 0) is None
+    assert next_item(scheduler, "w0").ticket == Ticket(0, (0, 1, 2, 3))
     assert scheduler.late == {"w0": 1}
 
 
 def test_a_worker_ahead_of_the_slowest_waits_for_it_unless_it_is_lost() -> None:
     scheduler = asynchronous(2, "bound", 1)
-    slow = taken(scheduler, "w1")
+    slow = next_item(scheduler, "w1")
     for version in range(2):
-        applied(scheduler, taken(scheduler, "w0"), version)
+        report(scheduler, next_item(scheduler, "w0"), version)
     assert scheduler.next("w0") is None
-    applied(scheduler, slow, 0)
-    applied(scheduler, taken(scheduler, "w0"), 3)
+    report(scheduler, slow, 0)
+    report(scheduler, next_item(scheduler, "w0"), 3)
     assert scheduler.next("w0") is None
     scheduler.leave("w1")
     assert scheduler.next("w0") is not None
@@ -416,19 +416,19 @@ def test_a_worker_ahead_of_the_slowest_waits_for_it_unless_it_is_lost() -> None:
 def test_in_the_warmup_one_gradient_at_a_time_is_computed() -> None:
     scheduler = asynchronous(3, warmup_steps=2)
     for version in range(2):
-        item = taken(scheduler, "w0")
+        item = next_item(scheduler, "w0")
         assert scheduler.next("w1") is None
-        assert applied(scheduler, item, version) is not None
+        assert report(scheduler, item, version) is not None
     assert all(scheduler.next(worker) is not None for worker in ("w0", "w1", "w2"))
 
 
 def test_an_idle_worker_computes_an_outstanding_shard_again_and_the_first_result_wins() -> None:
     scheduler = synchronous(5, spares=1)
-    items = [taken(scheduler, f"w{index}") for index in range(4)]
-    spare = taken(scheduler, "w4")
+    items = [next_item(scheduler, f"w{index}") for index in range(4)]
+    spare = next_item(scheduler, "w4")
     assert spare.ticket == items[0].ticket
     for item in (*items[1:], spare):
-        merge = applied(scheduler, item, 0)
+        merge = report(scheduler, item, 0)
     assert merge is not None
     assert merge.items[0].worker == "w4"
     assert not scheduler.report(items[0].number, "w0", 0)
@@ -445,11 +445,11 @@ def test_no_more_than_the_spares_are_repeated() -> None:
 def test_an_overflowed_step_is_scheduled_again() -> None:
     scheduler = synchronous(4)
     for index in range(4):
-        scheduler.report(taken(scheduler, f"w{index}").number, f"w{index}", 0)
+        scheduler.report(next_item(scheduler, f"w{index}").number, f"w{index}", 0)
     merge = scheduler.next_ready_update()
     assert merge is not None
     scheduler.requeue_after_overflow(merge)
-    assert [taken(scheduler, f"w{index}").ticket for index in range(4)] == [item.ticket for item in merge.items]
+    assert [next_item(scheduler, f"w{index}").ticket for index in range(4)] == [item.ticket for item in merge.items]
     assert scheduler.version == 0
 
 
@@ -487,7 +487,7 @@ class Trial:
             self.updates.append(merge)
 
 
-def used(updates: list[PendingUpdate]) -> Counter[tuple[int, int]]:
+def shard_counts(updates: list[PendingUpdate]) -> Counter[tuple[int, int]]:
     tickets = [item.ticket for update in updates for item in update.items]
     return Counter((ticket.step, shard) for ticket in tickets for shard in ticket.shards)
 
@@ -509,10 +509,10 @@ def test_every_shard_is_used_once_an_epoch_whichever_worker_is_slow_or_dies(kind
     trial = Trial(SCHEDULERS[kind](), seed, 5)
     trial.run(20)
     every = {(step, shard) for step in range(20) for shard in range(PLAN.num_shards(step))}
-    assert used(trial.updates) == Counter(dict.fromkeys(every, 1))
+    assert shard_counts(trial.updates) == Counter(dict.fromkeys(every, 1))
     if kind.startswith("replace"):
         for epoch in range(4):
-            steps = {step for step, _ in used(trial.updates[5 * epoch : 5 * epoch + 5])}
+            steps = {step for step, _ in shard_counts(trial.updates[5 * epoch : 5 * epoch + 5])}
             assert steps == set(range(5 * epoch, 5 * epoch + 5))
 
 
@@ -528,7 +528,7 @@ def test_nothing_is_lost_or_used_twice_over_a_resume(kind: str, stop: int) -> No
     second = Trial(scheduler, 2, 4)
     second.run(20 - stop)
     every = {(step, shard) for step in range(20) for shard in range(PLAN.num_shards(step))}
-    assert used([*updates, *second.updates]) == Counter(dict.fromkeys(every, 1))
+    assert shard_counts([*updates, *second.updates]) == Counter(dict.fromkeys(every, 1))
 
 
 def test_a_record_is_read_as_it_was_written_and_cut_where_a_checkpoint_is_continued(tmp_path: Path) -> None:
@@ -658,7 +658,7 @@ def test_a_state_that_one_server_gave_goes_on_on_three() -> None:
 def test_sums_over_lanes_have_the_bits_of_the_lane_reducer(servers: int) -> None:
     model, shards = Net(), 12  # some of the 8 lanes have two
     pushed = [gradients(model, seed, missing=(2,) if seed == 3 else ()) for seed in range(shards)]
-    packing = FlatBuffer([param.shape for _, param in trained(model)], torch.float32, CPU)
+    packing = FlatBuffer([param.shape for _, param in trainable(model)], torch.float32, CPU)
     of_lane = {lane: [clones(grads) for grads in pushed[lane::8]] for lane in lane_order(8) if lane < shards}
     reducer = DeterministicReducer(lanes=8, rank=0, num_ranks=1)
     reducer.begin(packing, num_shards=shards)
@@ -675,7 +675,7 @@ def test_sums_over_lanes_have_the_bits_of_the_lane_reducer(servers: int) -> None
         assert torch.equal(summed.norm, torch.linalg.vector_norm(norms))
         farm.chief.apply(version=1, lr_factor=1.0)
         state = farm.chief.state()
-    for (name, param), total in zip(trained(model), expected, strict=True):
+    for (name, param), total in zip(trainable(model), expected, strict=True):
         assert torch.equal(state[f"param/{name}"], param.detach().clone().add_(total, alpha=-0.1))
 
 
@@ -686,7 +686,7 @@ def clones(tensors: list[Tensor | None]) -> list[Tensor | None]:
     return [None if tensor is None else tensor.clone() for tensor in tensors]
 
 
-def trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(name, param) for name, param in model.named_parameters() if param.requires_grad]
 
 
@@ -821,7 +821,7 @@ def test_what_is_being_sent_stays_as_it_is_while_an_update_goes_on_in_other_memo
     assert not torch.equal(after, before)
 
 
-def moved(worker: ParameterServerClient, act: Callable[[], object]) -> dict[int, int]:
+def bytes_moved(worker: ParameterServerClient, act: Callable[[], object]) -> dict[int, int]:
     """Bytes to and from each server while something is done."""
     before = [link.sent_bytes + link.received_bytes for link in worker.links]
     act()
@@ -830,9 +830,9 @@ def moved(worker: ParameterServerClient, act: Callable[[], object]) -> dict[int,
 
 def a_step(farm: Farm, worker: ParameterServerClient, model: nn.Module, grads: list[Tensor | None]) -> dict[int, int]:
     """Bytes of a push and a pull of everything."""
-    pushed = moved(worker, lambda: worker.push("a", grads))
+    pushed = bytes_moved(worker, lambda: worker.push("a", grads))
     farm.chief.apply(version=worker.version + 1, lr_factor=1.0, keys=["a"])
-    pulled = moved(worker, lambda: worker.pull(tensors_of(model)))
+    pulled = bytes_moved(worker, lambda: worker.pull(tensors_of(model)))
     return {server: pushed[server] + count for server, count in pulled.items()}
 
 
@@ -841,8 +841,8 @@ def test_what_is_not_trained_travels_once() -> None:
     model = nn.Sequential(fixed, nn.Linear(100, 2))
     with serving(model, optimizer_of("sgd")) as farm:
         worker = farm.client()
-        first = moved(worker, lambda: worker.pull(tensors_of(model)))[0]
-        second = moved(worker, lambda: worker.pull(tensors_of(model)))[0]
+        first = bytes_moved(worker, lambda: worker.pull(tensors_of(model)))[0]
+        second = bytes_moved(worker, lambda: worker.pull(tensors_of(model)))[0]
         with torch.no_grad():
             fixed.bias.fill_(3.0)
         farm.chief.load_state(state_of(model), version=7)

@@ -104,12 +104,12 @@ class Branches(nn.Module):
         return outputs
 
 
-def recorded(model: nn.Module, *shape: int) -> Program:
+def program_of(model: nn.Module, *shape: int) -> Program:
     units, inputs = blocks_to_cut(model), torch.zeros(shape)
     return trace(model, units, inputs, device=torch.device("cpu"), autocast=no_context())
 
 
-def sent(program: Program, call: int) -> list[tuple[str, tuple[int, ...]]]:
+def tensors_before(program: Program, call: int) -> list[tuple[str, tuple[int, ...]]]:
     """Where the model meets what is sent before a call, and its shape."""
     crossing = program.crossings[call]
     assert not isinstance(crossing, CannotCut)
@@ -117,10 +117,10 @@ def sent(program: Program, call: int) -> list[tuple[str, tuple[int, ...]]]:
 
 
 def test_what_later_stages_use_is_sent_where_a_block_returns_it_or_is_given_it() -> None:
-    program = recorded(Branches(), 2, 4)
+    program = program_of(Branches(), 2, 4)
     assert program.blocks == ("left", "right", "join")
-    assert sent(program, 1) == [("left returned", (2, 4))]
-    assert sent(program, 2) == [("join given", (2, 4))]  # left * right + inputs runs on the stage of `right`
+    assert tensors_before(program, 1) == [("left returned", (2, 4))]
+    assert tensors_before(program, 2) == [("join given", (2, 4))]  # left * right + inputs runs on the stage of `right`
 
 
 class Stream(nn.Module):
@@ -141,8 +141,8 @@ class Stream(nn.Module):
 
 
 def test_code_between_blocks_computes_again_from_what_blocks_have_returned() -> None:
-    assert sent(recorded(Stream(in_place=False), 2, 4), 1) == [("first returned", (2, 4))]
-    program = recorded(Stream(in_place=True), 2, 4)
+    assert tensors_before(program_of(Stream(in_place=False), 2, 4), 1) == [("first returned", (2, 4))]
+    program = program_of(Stream(in_place=True), 2, 4)
     assert isinstance(program.crossings[1], CannotCut)  # it would write twice
     (message,) = refusals(Pipeline(map={"first": 0, "rest": 1}), Stream(in_place=True).to("meta"), SAMPLE)
     assert "cannot be cut before second: code after first and code after second use a tensor that no block" in message
@@ -213,7 +213,7 @@ def test_a_tensor_of_another_shape_than_without_numbers_is_not_sent() -> None:
 
 
 def test_a_stage_that_begins_by_writing_into_what_it_receives_gets_a_copy() -> None:
-    program = recorded(nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 3)), 2, 4)
+    program = program_of(nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 3)), 2, 4)
     (received,) = program.span(1, 3).received
     assert received.is_written
 

@@ -32,31 +32,31 @@ SIZE = 100 * 50 * 4
 CUT = StepCut(num_shards=4, num_replicas=2)
 
 
-def sent(strategy: object, context: PlanContext | None = None, cut: StepCut = CUT) -> list[tuple[str, float]]:
+def transfers_of(strategy: object, context: PlanContext | None = None, cut: StepCut = CUT) -> list[tuple[str, float]]:
     transfers = traffic_of(strategy, MODEL, context or PlanContext(), cut)  # type: ignore[arg-type]
     assert transfers is not None
     return [(transfer.how, transfer.num_bytes) for transfer in transfers]
 
 
 def test_one_device_sends_nothing() -> None:
-    assert sent(OneDevice()) == []
+    assert transfers_of(OneDevice()) == []
 
 
 def test_each_reducer_sends_its_own_bytes_over_three_ranks() -> None:
     sizes = {"backend": 4, "ring": 4, "to_one_device": 14 / 3, "hierarchical": 14 / 3}
     for reduce, times in sizes.items():
-        ((_, num_bytes),) = sent(Mirrored(replicas=3, reduce=reduce))  # type: ignore[arg-type]
+        ((_, num_bytes),) = transfers_of(Mirrored(replicas=3, reduce=reduce))  # type: ignore[arg-type]
         assert num_bytes == pytest.approx(times * SIZE), reduce
 
 
 def test_two_bytes_an_element_halve_the_exchange_and_lanes_keep_it() -> None:
-    assert sent(Mirrored(replicas=2, compression="bf16")) == [("all-reduce", SIZE)]
+    assert transfers_of(Mirrored(replicas=2, compression="bf16")) == [("all-reduce", SIZE)]
     reproducible = PlanContext(numerics=Numerics(reproducible=True))
-    assert sent(Mirrored(replicas=2), reproducible) == [("lanes", 2 * SIZE)]
+    assert transfers_of(Mirrored(replicas=2), reproducible) == [("lanes", 2 * SIZE)]
 
 
 def test_powersgd_sends_whole_gradients_first_and_thin_ones_later() -> None:
-    first, later = sent(Mirrored(replicas=2, compression="powersgd", powersgd_after=7))
+    first, later = transfers_of(Mirrored(replicas=2, compression="powersgd", powersgd_after=7))
     assert (first, later) == (("all-reduce", 2 * SIZE), ("PowerSGD of rank 1", 2 * 150 * 4))
     transfers = traffic_of(Mirrored(replicas=2, compression="powersgd", powersgd_after=7), MODEL, PlanContext(), CUT)
     traffic = Traffic(transfers=transfers or (), ranks_a_host=2)
@@ -100,8 +100,8 @@ def test_lanes_of_parts_send_each_pass_unsummed() -> None:
 
 
 def test_workers_pull_once_a_step_and_push_each_shard() -> None:
-    assert sent(ParameterServer(workers=2, servers=1)) == [("pull", 2 * SIZE), ("push", 4 * SIZE)]
-    assert sent(ParameterServer(workers=2, servers=1, mode="async")) == [("pull", SIZE), ("push", SIZE)]
+    assert transfers_of(ParameterServer(workers=2, servers=1)) == [("pull", 2 * SIZE), ("push", 4 * SIZE)]
+    assert transfers_of(ParameterServer(workers=2, servers=1, mode="async")) == [("pull", SIZE), ("push", SIZE)]
 
 
 def test_rows_of_sparse_tables_are_not_known_without_a_dry_run() -> None:
