@@ -46,7 +46,7 @@ class Tpu(OneProcess):
 
     def validate(self, context: PlanContext) -> list[Problem]:
         """Return problems: packages to install, and settings that XLA does not support."""
-        problems = [*(_missing() or _without_devices()), *self.launch_problems(context.launch)]
+        problems = [*(_package_problems() or _device_problems()), *self.launch_problems(context.launch)]
         if context.numerics.reproducible:
             rule = "XLA chooses the order of sums itself. Use strategy=mirrored, or leave it out."
             problems.append(Problem(key="numerics.reproducible", value=True, rule=rule))
@@ -99,7 +99,7 @@ def _spread_work(replica: Replica, ticket: Ticket, batches: Sequence[Batch], tra
     return _XlaWork(replica, ticket, [_spread_out(batch) for batch in batches], training)
 
 
-def _missing() -> list[Problem]:
+def _package_problems() -> list[Problem]:
     """Return the problem of each package that XLA needs and that is not installed."""
     install = f"pip install 'torch=={_VERSION}' 'torch_xla[tpu]=={_VERSION}'"
     if find_spec("torch_xla") is None:
@@ -112,7 +112,7 @@ def _missing() -> list[Problem]:
     return []
 
 
-def _without_devices() -> list[Problem]:
+def _device_problems() -> list[Problem]:
     """Return a problem if XLA finds no device; must run before torch's first backward pass, which counts devices."""
     try:
         _xla("runtime").global_runtime_device_count()

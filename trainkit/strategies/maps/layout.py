@@ -88,7 +88,7 @@ class DeviceLayout(Placement):
                 module.register_forward_pre_hook(bring_inputs(device, moved), with_kwargs=True)
                 module.register_forward_hook(_check_arguments(unit.name, moved))
         if self.routed:
-            model.register_forward_hook(lambda _module, _args, outputs: _brought(outputs, self.device))
+            model.register_forward_hook(lambda _module, _args, outputs: _moved_to(outputs, self.device))
         return model
 
     def parts(self, bytes_of: Callable[[Tensor], int]) -> tuple[StagePart, ...]:
@@ -147,7 +147,7 @@ def bring_inputs(device: torch.device, moved: list[ObjectSnapshot]) -> Callable[
     def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if all(not isinstance(leaf, Tensor) or leaf.device == device for leaf in tree_leaves((args, kwargs))):
             return None  # the containers of the caller are passed unchanged
-        brought = _brought((args, kwargs), device)
+        brought = _moved_to((args, kwargs), device)
         moved[:] = [ObjectSnapshot([("", brought)])]
         return brought
 
@@ -163,7 +163,7 @@ def _check_arguments(block: str, moved: list[ObjectSnapshot]) -> Callable[..., N
     return hook
 
 
-def _brought(values: Any, device: torch.device) -> Any:
+def _moved_to(values: Any, device: torch.device) -> Any:
     return tree_map(lambda value: value.to(device) if isinstance(value, Tensor) else value, values)
 
 
@@ -240,7 +240,7 @@ def activations_of(
     objective, key = context.objective, (context.micro_size, precision.value, *(unit.name for unit in units))
     sample, known_objective, known_key, sizes = _KNOWN.get(model, (None, None, None, None))
     if sample is not context.sample or known_objective is not objective or known_key != key:
-        batch = tree_map(lambda value: _of_size(value, context.micro_size), context.collate([context.sample], [0]))
+        batch = tree_map(lambda value: _with_rows(value, context.micro_size), context.collate([context.sample], [0]))
         sizes = activation_bytes(model, units, lambda run: objective.loss(run, batch), precision)
         _KNOWN[model] = context.sample, objective, key, sizes
     return sizes
@@ -250,7 +250,7 @@ _KNOWN: WeakKeyDictionary[nn.Module, tuple[object, object, object, list[int] | N
 """Model -> a sample, the objective, (size of the shard, precision, names of the blocks), and the estimate for these."""
 
 
-def _of_size(value: Any, count: int) -> Any:
+def _with_rows(value: Any, count: int) -> Any:
     if not isinstance(value, Tensor):
         return value
     return torch.empty((count, *value.shape[1:]), dtype=value.dtype, device=_META)

@@ -221,7 +221,7 @@ class _Attention(torch.autograd.Function):
         for stretch, rows, factors in zip(cut.stretches, queries.chunk(2, 2), _halves(mask), strict=True):
             out, log = torch.zeros_like(rows, dtype=_wide(rows)), rows.new_full((), -math.inf, dtype=_wide(rows))
             for number in range(stretch + 1):
-                key, value = (_of_heads(tensor, rows) for tensor in cut.of_stretch(parts, number))
+                key, value = (_for_each_head(tensor, rows) for tensor in cut.of_stretch(parts, number))
                 more, its_log = _block(rows, key, value, scale, number == stretch, _columns(factors, number, rows))
                 log_sum = torch.logaddexp(log, its_log)
                 out.mul_((log - log_sum).exp().unsqueeze(-1)).add_(more * (its_log - log_sum).exp().unsqueeze(-1))
@@ -244,7 +244,7 @@ class _Attention(torch.autograd.Function):
         for stretch, rows, grad_rows, mixed, logs, factors in zip(cut.stretches, *halves, _halves(mask), strict=True):
             total = torch.zeros_like(rows, dtype=_wide(rows))
             for number in range(stretch + 1):
-                key, value = (_of_heads(tensor, rows) for tensor in cut.of_stretch(parts, number))
+                key, value = (_for_each_head(tensor, rows) for tensor in cut.of_stretch(parts, number))
                 columns = _columns(factors, number, rows)
                 first, *others = _block_gradients(
                     grad_rows, rows, key, value, mixed, logs, ctx.scale, number == stretch, columns
@@ -271,7 +271,7 @@ def _wide(tensor: Tensor) -> torch.dtype:
     return torch.float64 if tensor.dtype is torch.float64 else torch.float32
 
 
-def _of_heads(keys: Tensor, queries: Tensor) -> Tensor:
+def _for_each_head(keys: Tensor, queries: Tensor) -> Tensor:
     """Return keys or values for each head of the queries: several may share one."""
     times = queries.shape[1] // keys.shape[1]
     return keys.repeat_interleave(times, 1) if times > 1 else keys
@@ -418,7 +418,7 @@ def _cut_sequences(model: nn.Module, cut: SequenceCut) -> None:
             declares(cut)
         if isinstance(module, nn.Dropout) and module.p:
             module.forward = partial(_dropout, module, cut)  # type: ignore[method-assign]
-    for module in _of_transformers(model):
+    for module in _transformers_models(model):
         _register_attention(module, cut)
 
 
@@ -428,7 +428,7 @@ def _dropout(module: nn.Dropout, cut: SequenceCut, inputs: Tensor) -> Tensor:
     return cut.dropout(inputs, module.p)
 
 
-def _of_transformers(model: nn.Module) -> list[Any]:
+def _transformers_models(model: nn.Module) -> list[Any]:
     """Return the outermost modules that are models of transformers, without importing it."""
     kind: Any = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", ())
     outermost: list[Any] = []
@@ -469,7 +469,7 @@ def model_problems(model: nn.Module, degree: int) -> list[Problem]:
         return [Problem(key="strategy.context", value=degree, rule=f"{rule} Use strategy.context=1.")]
 
     declares = any(hasattr(module, "set_sequence_cut") for module in model.modules())
-    others = _of_transformers(model)
+    others = _transformers_models(model)
     if not declares and not others:
         kind = type(model).__name__
         return problem(f"needs a model that declares set_sequence_cut, or one of transformers, and {kind} is neither.")

@@ -105,8 +105,8 @@ class LaneScatter:
     then the output is zero, to which FSDP adds: `0 + sum`, so that the sign of zero does not depend on the ranks.
     """
 
-    def __init__(self, of_all: LaneSummation) -> None:
-        self._of_all = of_all
+    def __init__(self, summation: LaneSummation) -> None:
+        self._summation = summation
         self._lane: Tensor | None = None
         """(data ranks, slice) the sums over the shards of the lanes that are being computed."""
         self._sums: list[LaneSums[Tensor]] = []
@@ -122,12 +122,8 @@ class LaneScatter:
             output_tensor: (numel,) this rank's part of the sum.
             input_tensor: (ranks of shard * numel,) the gradient of the pass.
         """
-        current, lanes, num_ranks, numel = (
-            self._of_all.current,
-            self._of_all.lanes,
-            self._of_all.num_ranks,
-            output_tensor.numel(),
-        )
+        summation, numel = self._summation, output_tensor.numel()
+        current, lanes, num_ranks = summation.current, summation.lanes, summation.num_ranks
         copies = num_ranks * numel // input_tensor.numel()
         size = -(-numel // copies)
         pieces = nn.functional.pad(input_tensor.view(-1, numel), (0, size * copies - numel))
@@ -152,7 +148,7 @@ class LaneScatter:
         total = sum_of_ranks(Tensor.add_, of_ranks, num_lanes=lanes, num_shards=current.num_shards)
         if copies > 1:
             slices = total.new_empty(copies, size)
-            dist.all_gather([*slices.unbind()], total, group=self._of_all.copies)
+            dist.all_gather([*slices.unbind()], total, group=summation.copies)
             total = slices.view(-1)
         output_tensor.add_(total[:numel])
 
@@ -247,7 +243,7 @@ class ShardedWork(ShardStep):
                 lanes=replica.lanes,
             )
         )
-        again = self._again(repeats=len(passes) > len(self.batches))
+        again = self._batch_to_repeat(repeats=len(passes) > len(self.batches))
         packing = replica.packing or self.agree_on_grad_layout()
         if replica.buffers.names:
             replica.buffers.begin_step()
@@ -300,7 +296,7 @@ class ShardedWork(ShardStep):
         replica.set_packing(packing)
         return packing
 
-    def _again(self, *, repeats: bool) -> Batch:
+    def _batch_to_repeat(self, *, repeats: bool) -> Batch:
         """Return the batch to repeat if other ranks have more shards, or None. Collective."""
         provide_stand_in(self.replica, self.training.plan, self.ticket.step, self.batches)
         if not repeats:

@@ -236,13 +236,13 @@ def _forward(match: MatchedModule, exchange: Exchange, inner: Callable[..., Any]
     """Run the forward of a sharded module, in the layouts of its plan."""
     if exchange.watch is not None and match.style.name == "sequence_join":
         exchange.watch.cut_by = ""
-    outputs = _computed(match, exchange, inner, *args, **kwargs)
+    outputs = _compute(match, exchange, inner, *args, **kwargs)
     if exchange.watch is not None:
         exchange.watch.cut_by = "" if match.style.gives == "whole" else match.name
     return outputs
 
 
-def _computed(match: MatchedModule, exchange: Exchange, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _compute(match: MatchedModule, exchange: Exchange, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     style, module, inputs = match.style, match.module, args[0]
     if isinstance(module, nn.Dropout) and style.name in ("dropout", "sequence"):
         dim = 1 if style.name == "sequence" else inputs.dim() - 1

@@ -104,7 +104,7 @@ def match_plan(model: nn.Module, plan: Mapping[str, str] | Literal["auto"], degr
         >>> match_plan(model, {"0": "colwise", "2": "rowwise"}, 2).dims
         {'0.weight': 0, '0.bias': 0, '2.weight': 1}
     """
-    patterns = _own_plan(model, degree) if plan == "auto" else plan
+    patterns = _plan_of_model(model, degree) if plan == "auto" else plan
     if isinstance(patterns, Problem):
         return MatchedPlan(problems=[patterns])
     chosen, problems = _chosen(model, patterns)
@@ -130,7 +130,7 @@ def described(fit: MatchedPlan) -> str:
     return ", ".join(shown)
 
 
-def _own_plan(model: nn.Module, degree: int) -> Mapping[str, str] | Problem:
+def _plan_of_model(model: nn.Module, degree: int) -> Mapping[str, str] | Problem:
     """Return the plan that a model provides."""
     make_plan = getattr(model, "tensor_plan", None)
     if make_plan is not None:

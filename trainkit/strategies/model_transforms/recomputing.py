@@ -92,11 +92,11 @@ class Recomputed:
         if self.selective:
             keeping, returning = selective_contexts()
             around.append(lambda: returning)
-        again = _Again(around)
+        again = _RecomputeContext(around)
         return lambda: (keeping, again)
 
 
-class _Again:
+class _RecomputeContext:
     """The context of a recomputation; entered twice if backward runs separately for inputs and for weights."""
 
     def __init__(self, around: Sequence[_Make]) -> None:
@@ -220,7 +220,7 @@ class KeepResults(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run an operation, and keep its result if it is an expensive one."""
         result = func(*args, **(kwargs or {}))
         if func in _kept_operations() and not draws(func, args, kwargs or {}):
-            alias = tree_map(_apart, result)
+            alias = tree_map(_alias, result)
             self.results.append(_Result(func, alias, _versions(alias)))
         return result
 
@@ -261,7 +261,7 @@ class ReturnResults(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = results[number]
         if _versions(result.value) != result.versions:
             return func(*args, **(kwargs or {}))
-        return tree_map(_apart, result.value)
+        return tree_map(_alias, result.value)
 
 
 def selective_contexts() -> tuple[KeepResults, ReturnResults]:
@@ -277,7 +277,7 @@ def selective_contexts() -> tuple[KeepResults, ReturnResults]:
     return first_pass, ReturnResults(first_pass)
 
 
-def _apart(value: Any) -> Any:
+def _alias(value: Any) -> Any:
     """Return an alias of a tensor without its gradient function, which shares its version counter."""
     if not isinstance(value, Tensor):
         return value

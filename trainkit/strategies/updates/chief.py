@@ -442,7 +442,7 @@ class Chief(Executor):
         while True:
             update = self._scheduler.next_ready_update()
             outcome = None if update is None else self._apply(update)
-            self._hand_out()
+            self._assign_work()
             if outcome is not None:
                 return outcome
             if CHIEF in self._workers and CHIEF not in self._orders:  # else the hang detector blames the chief
@@ -540,13 +540,13 @@ class Chief(Executor):
             assert isinstance(message, BaseException)
             raise message
         if message is None:
-            self._lose(link.peer)  # the worker reconnected before its old connection was seen to break
+            self._remove_worker(link.peer)  # the worker reconnected before its old connection was seen to break
             self._workers[link.peer] = link
             self._scheduler.join(link.peer)
         elif self._workers.get(link.peer) is not link:
             return
         elif isinstance(message, BaseException):
-            self._lose(link.peer)
+            self._remove_worker(link.peer)
         else:
             self._orders.pop(link.peer, None)
             if self._scheduler.report(message.number, link.peer, message.read):
@@ -554,7 +554,7 @@ class Chief(Executor):
             else:
                 self._servers.discard_staged(message.keys)
 
-    def _hand_out(self) -> None:
+    def _assign_work(self) -> None:
         for name, link in self._workers.items():
             item = None if name in self._orders else self._scheduler.next(name)
             if item is not None:
@@ -570,7 +570,7 @@ class Chief(Executor):
                 with suppress(LinkError):  # the thread that receives from a broken connection reports that
                     link.send("work", asdict(order))
 
-    def _lose(self, name: str) -> None:
+    def _remove_worker(self, name: str) -> None:
         """Remove a lost worker; its work is assigned again."""
         link, (order, _) = self._workers.pop(name, None), self._orders.pop(name, (None, 0.0))
         if link is not None:
@@ -589,7 +589,7 @@ class Chief(Executor):
             if name == CHIEF:
                 reason = f"no gradient within strategy.timeout_s={self._timeout_s:g}"
                 raise TrainingError(f"step {order.step}: {reason}")
-            self._lose(name)
+            self._remove_worker(name)
 
     def _apply(self, update: PendingUpdate) -> StepOutcome:
         scheduler, local = self._scheduler, self._eval_model

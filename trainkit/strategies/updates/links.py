@@ -379,7 +379,7 @@ def connect(
     until = time.monotonic() + timeout_s
     while True:
         try:
-            return _dialled(address, token=token, name=name, peer=peer, timeout_s=timeout_s)
+            return _open_connection(address, token=token, name=name, peer=peer, timeout_s=timeout_s)
         except _UnknownTokenError:
             raise
         except OSError as error:  # it does not listen yet, is busy, or about to end
@@ -391,7 +391,7 @@ def connect(
         time.sleep(_RETRY_S)
 
 
-def _dialled(address: tuple[str, int], *, token: bytes, name: str, peer: str, timeout_s: float) -> Connection:
+def _open_connection(address: tuple[str, int], *, token: bytes, name: str, peer: str, timeout_s: float) -> Connection:
     connection = socket.create_connection(address, timeout=min(timeout_s, _HANDSHAKE_S))
     link = Connection(connection, peer=peer, timeout_s=timeout_s, until=time.monotonic() + _HANDSHAKE_S)
     try:

@@ -635,7 +635,7 @@ class ParameterServerClient:
         attempts, least = 0, 0
         while True:
             whole = not self.loads
-            pulled = self._each(partial(self._pulled, into=into, whole=whole, version=least))
+            pulled = self._each(partial(self._pull_server, into=into, whole=whole, version=least))
             versions, loads = ({pair[index] for pair in pulled} for index in (0, 1))
             if len(loads) > 1 or not (whole or self.loads in loads):
                 self.loads, least = 0, 0
@@ -645,7 +645,7 @@ class ParameterServerClient:
             if not self.mixed or attempts == _PULLS:
                 return self.version
 
-    def _pulled(self, server: int, *, into: Sequence[Tensor | None], whole: bool, version: int) -> tuple[int, int]:
+    def _pull_server(self, server: int, *, into: Sequence[Tensor | None], whole: bool, version: int) -> tuple[int, int]:
         """Read one server's variables, of that version or a later one."""
         key = (whole, *(None if tensor is None else tensor.data_ptr() for tensor in into))
         known_key, buffer = self._buffers.get(server, ((), None))
@@ -818,7 +818,7 @@ class ParameterServerClient:
             if len(parts[index]) == 1:
                 whole.append(parts[index][0])
             elif lanes:
-                whole.append(torch._foreach_norm([self._whole(index)], 2.0)[0])  # noqa: SLF001 - as in torch's clipping
+                whole.append(torch._foreach_norm([self._full_gradient(index)], 2.0)[0])  # noqa: SLF001 - as in torch's clipping
             else:
                 whole.append(torch.linalg.vector_norm(torch.stack(parts[index])))
         total: Tensor = torch.linalg.vector_norm(torch.stack(whole[1:] or whole))
@@ -887,7 +887,7 @@ class ParameterServerClient:
         }
         self._each(lambda server: request(server, *holders[server]), list(holders))
 
-    def _whole(self, index: int) -> Tensor:
+    def _full_gradient(self, index: int) -> Tensor:
         """Return the full gradient of a split variable in the last sum."""
         whole = torch.empty(self.shares.variables[index].shape, dtype=self.shares.master_dtype)
 

@@ -71,7 +71,7 @@ def step_problems(
         rules.append(f"supports one update per step, and with optimizers there may be several. {_DEFAULT}")
     if objective is not None and Access.derivatives in needs_of(objective):
         rules.append(f"has no graph of {type(objective).__name__}, which {Access.derivatives.value}. {_DEFAULT}")
-    rules += _of_model(model)
+    rules += _model_rules(model)
     problems = [Problem(key="compile.mode", value="step", rule=rule) for rule in rules]
     if transforms.cuda_graphs and not device.startswith("cuda"):
         rule = f"is for CUDA devices, and this run is on {device}. Leave it out."
@@ -86,7 +86,7 @@ def shard_problems(model: nn.Module, *, has_drawn: bool) -> list[Problem]:
         model: the model, with the gradients of the shard.
         has_drawn: whether the shard has drawn random numbers.
     """
-    if any(_of_model(model)):
+    if any(_model_rules(model)):
         return []  # `step_problems` names the module
     sparse = any(param.grad is not None and param.grad.is_sparse for param in model.parameters())
     drawn = f"the model or the objective draws random numbers, which have no key inside of a graph. {_DEFAULT}"
@@ -101,7 +101,7 @@ def compiles_gradients() -> bool:
     return hasattr(config, "trace_autograd_ops")
 
 
-def _of_model(model: nn.Module) -> Iterator[str]:
+def _model_rules(model: nn.Module) -> Iterator[str]:
     drawing = next((name for name, module in model.named_modules() if draws_at_random(module)), None)
     if drawing is not None:
         kind = type(model.get_submodule(drawing)).__name__
@@ -144,7 +144,7 @@ def makers_of(
         or request.optimizers
         or request.numerics.reproducible
         or type(training) is not StepContext
-        or any(_of_model(request.model))
+        or any(_model_rules(request.model))
     ):
         return shard_step, None
     graphs = ShardGraphs(request, replica)

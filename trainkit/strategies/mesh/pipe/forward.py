@@ -459,7 +459,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is torch.ops.aten.equal.default and id(tensors[0]) in self._names:
             return False  # a recomputed block asks it of its buffers: each counts as updated
         if between:
-            self._between(func, args, kwargs, tensors)
+            self._record_between(func, args, kwargs, tensors)
         sources: dict[int, _TensorRecord] = {}
         for tensor in tensors:
             if (record := self._record_of(tensor)) is not None:
@@ -486,7 +486,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._of_storage[_storage(tensor)] = list(record.of_blocks)
         return result
 
-    def _between(self, func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> None:
+    def _record_between(self, func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> None:
         """Note an operation of the model's own code."""
         self._refuse_generator(f"its own code gives {func}", (args, kwargs))
         self.trail.append((str(func), _constants((args, kwargs))))
@@ -770,11 +770,11 @@ def programs_of(model: nn.Module, units: Sequence[Block], context: PlanContext) 
     if cached is None or cached[0] is not sample:
         batch, objective = context.collate([sample, sample], [0, 0]), context.objective
         inputs = (objective.split_batch(batch) if isinstance(objective, Supervised) else split_batch(batch))[0]
-        _KNOWN[model] = cached = sample, _tried(model, units, inputs)
+        _KNOWN[model] = cached = sample, _trace_both_modes(model, units, inputs)
     return cached[1]
 
 
-def _tried(model: nn.Module, units: Sequence[Block], raw_inputs: Any) -> tuple[Program, ...] | list[Problem]:
+def _trace_both_modes(model: nn.Module, units: Sequence[Block], raw_inputs: Any) -> tuple[Program, ...] | list[Problem]:
     # The model here is in float32, for any precision of the run.
     inputs = tree_map(
         lambda leaf: leaf.float() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf,
