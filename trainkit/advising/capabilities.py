@@ -93,7 +93,7 @@ def _under(feature: Composition, strategy: Composition) -> Composition:
         origins=origins | {path: origin for path, origin in strategy.origins.items() if path[0] == "strategy"},
         choices={**feature.choices, "strategy": strategy.choices["strategy"]},
         overrides=(*feature.overrides, *strategy.overrides),
-        given=(*feature.given, *strategy.given),
+        given_keys=(*feature.given_keys, *strategy.given_keys),
     )
 
 

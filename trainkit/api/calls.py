@@ -448,7 +448,7 @@ def composed(
         recipe = ["recipe=null"] if own and not named else []
         composition = compose_run([*recipe, *run, *arguments], config_dirs=config_dirs, packages=packages)
     composition, found = fitted(composition, check_names)
-    problems = [*_beside(given, composition.given), *_without_rate(given), *found]
+    problems = [*_beside(given, composition.given_keys), *_without_rate(given), *found]
     refuse(problems)
     trusted = dict.fromkeys((*composition.packages, *given.packages, *([IN_PROCESS] if given.in_process else [])))
     return replace(_with_nodes(composition, given.nodes), packages=tuple(trusted)), given
@@ -486,7 +486,7 @@ def _with_nodes(composition: Composition, nodes: Mapping[str, dict[str, Any]]) -
     origins = {path: origin for path, origin in composition.origins.items() if path[0] not in nodes}
     values = {**composition.values, **nodes}
     if "optimizer" in nodes:
-        keys = [key for key in composition.given if key.startswith(_GROUPS)]
+        keys = [key for key in composition.given_keys if key.startswith(_GROUPS)]
         names = {path_of(key)[2] for key in keys if key != _GROUPS}
         known = composition.values["optimizer"].get("groups") or {}
         if groups := {name: group for name, group in known.items() if name in names or _GROUPS in keys}:

@@ -73,11 +73,11 @@ def misfit(value: Any, hint: Any) -> str | None:
 
 def _rule(value: Any, hint: Any, errors: Sequence[Mapping[str, Any]]) -> str | None:
     """Return the rule that a value breaks by pydantic's errors; None if the class itself is trusted to validate it."""
-    kinds = {str(one["type"]) for one in errors}
+    kinds = {str(error["type"]) for error in errors}
     if kinds & _OF_CLASSES or _is_unchecked(errors, kinds):
         return None
     if BROKEN in kinds:
-        return next(str(one["msg"]) for one in errors if one["type"] == BROKEN)
+        return next(str(error["msg"]) for error in errors if error["type"] == BROKEN)
     if "finite_number" in kinds:
         return "must be finite."
     if isinstance(value, int | float):  # a time without its unit is a number
@@ -98,7 +98,7 @@ def _plain(value: Any) -> Any:
 
 def _is_unchecked(errors: Sequence[Mapping[str, Any]], kinds: set[str]) -> bool:
     """Return whether a part without a plain form may take the value; a scalar is no tensor of `float | Tensor`."""
-    unread = [one["input"] for one in errors if one["type"] == "needs_python_object"]
+    unread = [error["input"] for error in errors if error["type"] == "needs_python_object"]
     opaque = any(isinstance(value, list | Mapping) for value in unread) or not kinds & _OF_SCALARS
     return "callable_type" in kinds or bool(unread and opaque)
 
@@ -126,9 +126,9 @@ def schema_of(hint: Any) -> Schema:
     """
     if (adapter := _adapter(hint)) is None:
         return {}
-    found = adapter.json_schema(schema_generator=_Writer, union_format="primitive_type_array")
-    defined = {"$defs": found["$defs"]} if "$defs" in found else {}
-    return {**found.get("items", {}), **defined}
+    array = adapter.json_schema(schema_generator=_Writer, union_format="primitive_type_array")
+    defined = {"$defs": array["$defs"]} if "$defs" in array else {}
+    return {**array.get("items", {}), **defined}
 
 
 def document_schema(kind: Any, *, title: str, version: int, is_open: bool = False) -> Schema:
@@ -147,11 +147,11 @@ def document_schema(kind: Any, *, title: str, version: int, is_open: bool = Fals
         >>> document_schema(Point, title="a point", version=1)["properties"]
         {'x': {'type': 'integer'}}
     """
-    found = schema_of(kind)
-    name = found.pop("$ref").rpartition("/")[2]
-    defined = dict(sorted(found["$defs"].items()))
-    own = {**defined.pop(name), "additionalProperties": is_open}
-    return {"$schema": DRAFT, "title": title, "version": version, **own, **({"$defs": defined} if defined else {})}
+    schema = schema_of(kind)
+    name = schema.pop("$ref").rpartition("/")[2]
+    defined = dict(sorted(schema["$defs"].items()))
+    root = {**defined.pop(name), "additionalProperties": is_open}
+    return {"$schema": DRAFT, "title": title, "version": version, **root, **({"$defs": defined} if defined else {})}
 
 
 class _Writer(GenerateJsonSchema):
@@ -169,12 +169,12 @@ class _Writer(GenerateJsonSchema):
         return self.generate_inner(schema["schema"])  # defaults are not those of the run, which YAML files set
 
     def get_union_of_schemas(self, schemas: list[Schema]) -> Schema:
-        checked = [one for one in schemas if one]
-        if len(checked) < len(schemas) and not any(str(one.get("type")) in _SCALARS for one in checked):
+        checked = [schema for schema in schemas if schema]
+        if len(checked) < len(schemas) and not any(str(schema.get("type")) in _SCALARS for schema in checked):
             return {}  # a class that YAML cannot write, and a scalar is never one
-        found = super().get_union_of_schemas(checked)
-        kinds = found.get("type", ())
-        return {**found, "type": kinds[0]} if isinstance(kinds, list) and len(kinds) == 1 else found
+        union = super().get_union_of_schemas(checked)
+        kinds = union.get("type", ())
+        return {**union, "type": kinds[0]} if isinstance(kinds, list) and len(kinds) == 1 else union
 
     def dataclass_schema(self, schema: Any) -> Schema:
         return _documented(super().dataclass_schema(schema), schema["cls"])
@@ -183,10 +183,10 @@ class _Writer(GenerateJsonSchema):
         return _documented(super().typed_dict_schema(schema), schema["cls"])
 
 
-def _documented(found: Schema, kind: Any) -> Schema:
+def _documented(schema: Schema, kind: Any) -> Schema:
     docs = doc_lines(kind)
-    keys = {name: {**one, **_described(docs.get(name))} for name, one in found.get("properties", {}).items()}
-    return {"type": "object", **_described(summary(kind)), **_without_title(found), "properties": keys}
+    keys = {name: {**entry, **_described(docs.get(name))} for name, entry in schema.get("properties", {}).items()}
+    return {"type": "object", **_described(summary(kind)), **_without_title(schema), "properties": keys}
 
 
 def _described(text: str | None) -> Schema:
@@ -222,8 +222,8 @@ def _choices_in(schema: Schema, defs: Schema | None = None) -> Iterator[Any]:
     defs = schema.get("$defs", {}) if defs is None else defs
     schema = _target(schema, defs)
     yield from schema.get("enum", [schema["const"]] if "const" in schema else [])
-    for one in schema.get("anyOf", ()):
-        yield from _choices_in(one, defs)
+    for option in schema.get("anyOf", ()):
+        yield from _choices_in(option, defs)
 
 
 def _target(schema: Schema, defs: Schema) -> Schema:
@@ -233,12 +233,12 @@ def _target(schema: Schema, defs: Schema) -> Schema:
 def _in_words(schema: Schema, defs: Schema) -> str:
     schema, kind = _target(schema, defs), schema.get("type", "object")
     if "anyOf" in schema:
-        words = [_in_words(one, defs) for one in schema["anyOf"]]
-        return either(one for word in words for one in (("true", "false") if word == _NAMES["boolean"] else (word,)))
+        words = [_in_words(option, defs) for option in schema["anyOf"]]
+        return either(name for word in words for name in (("true", "false") if word == _NAMES["boolean"] else (word,)))
     if choices := list(_choices_in(schema, defs)):
         return either(map(yaml_text, choices))
     if isinstance(kind, list):
-        return either(_in_words({"type": one}, defs) for one in kind)
+        return either(_in_words({"type": name}, defs) for name in kind)
     if "properties" in schema:
         return f"a mapping with the keys {', '.join(schema['properties'])}"
     if kind == "array":
@@ -251,7 +251,7 @@ def _items_in_words(schema: Schema, defs: Schema) -> str:
     item = fixed[0] if fixed else schema.get("items", {})
     if not item:
         return "a list"
-    noun = next((many for kind, many in _PLURALS.items() if item == {"type": kind}), None)
+    noun = next((plural for kind, plural in _PLURALS.items() if item == {"type": kind}), None)
     count = f"{len(fixed)} " if len(fixed) > 1 else ""
     return f"a list of {count}{noun or f'items that are each {_in_words(item, defs)}'}"
 
@@ -274,9 +274,9 @@ def _types_in(schema: Schema) -> Iterator[str]:
     yield from [kinds] if isinstance(kinds, str) else kinds
     inner = schema.get("additionalProperties")
     inside = [*schema.get("anyOf", ()), *schema.get("prefixItems", ()), schema.get("items"), inner]
-    for one in inside:
-        if isinstance(one, Mapping):
-            yield from _types_in({**one})
+    for part in inside:
+        if isinstance(part, Mapping):
+            yield from _types_in({**part})
 
 
 def _reads_as_number(text: str) -> bool:

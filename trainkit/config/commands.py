@@ -33,8 +33,8 @@ def printed_command(
         >>> print(printed_command("evaluate", [Path("out/lr=0.1"), "data.path='my data'"], packages=["mine"]))
         trainkit evaluate --allow-package mine ./out/lr=0.1 'data.path='"'"'my data'"'"''
     """
-    given = [*config_dir_arguments(config_dirs), *package_arguments(packages)]
-    return " ".join(map(shell_word, ["trainkit", *([verb] if verb else []), *given, *words]))
+    flags = [*config_dir_arguments(config_dirs), *package_arguments(packages)]
+    return " ".join(map(shell_word, ["trainkit", *([verb] if verb else []), *flags, *words]))
 
 
 def shell_word(word: str | Path) -> str:
@@ -61,8 +61,8 @@ def _argument(path: Path) -> str:
 
 def begun_by(environment: Mapping[str, Any]) -> list[str]:
     """Return program and arguments of the command that began a run, from its `environment.json`; empty if not known."""
-    found = (environment.get("begun") or environment).get("argv")
-    return [text for text in found if isinstance(text, str)] if isinstance(found, list) else []
+    argv = (environment.get("begun") or environment).get("argv")
+    return [text for text in argv if isinstance(text, str)] if isinstance(argv, list) else []
 
 
 def repeating_command(environment: Mapping[str, Any]) -> str:

@@ -71,7 +71,7 @@ class Composition:
     """The composed files, in ascending precedence."""
     overrides: tuple[str, ...] = ()
     """The composed arguments, without Hydra's own."""
-    given: tuple[str, ...] = ()
+    given_keys: tuple[str, ...] = ()
     """The key or group that each of these arguments gives, without an @package."""
     hydra_overrides: tuple[str, ...] = ()
     """The arguments for Hydra."""
@@ -142,8 +142,8 @@ class Composition:
 
     def _hydra_setting(self, key: str) -> str:
         """Return the last value that the arguments give to a key of Hydra, or an empty text."""
-        given = dict(line.lstrip("+~").partition("=")[::2] for line in self.hydra_overrides)
-        return given.get(key, "").strip("'\"")
+        settings = dict(line.lstrip("+~").partition("=")[::2] for line in self.hydra_overrides)
+        return settings.get(key, "").strip("'\"")
 
     @property
     def asks_for_folds(self) -> bool:
@@ -175,7 +175,7 @@ class Composition:
         if origin == NOWHERE:
             return False
         is_node = len(below) == (group in LIST_GROUPS)
-        chosen = is_node and group in self.given
+        chosen = is_node and group in self.given_keys
         return origin.level is not Level.recipe and (chosen or not origin.shipped)
 
     def given_below(self, path: KeyPath) -> Iterator[KeyPath]:
@@ -189,8 +189,8 @@ class Composition:
         for rank, file in reversed(list(enumerate(self.files))):
             inner = path[len(file.package) :]
             node = lookup(file.document.values, inner[:-1])
-            own = inner and path[: len(file.package)] == file.package and file.level < Level.recipe
-            if own and isinstance(node, Mapping) and inner[-1] in node:
+            applies = inner and path[: len(file.package)] == file.package and file.level < Level.recipe
+            if applies and isinstance(node, Mapping) and inner[-1] in node:
                 yield rank, file, node[inner[-1]]
 
     def problem(self, key: str | KeyPath, rule: str, *, value: Any = None, show_value: bool = True) -> Problem:
@@ -199,31 +199,31 @@ class Composition:
         return Problem(key=name, value=value if show_value else MISSING, rule=rule, origin=self.origin(key).where)
 
 
-def problems_of_points(points: Sequence[Composition], found: Sequence[Iterable[Problem]]) -> list[Problem]:
+def problems_of_points(points: Sequence[Composition], problems: Sequence[Iterable[Problem]]) -> list[Problem]:
     """Return each problem of the points of a sweep once; a problem of only some points names those points.
 
     Args:
         points: all points.
-        found: the problems of each point.
+        problems: the problems of each point.
     """
-    problems: dict[str, Problem] = {}
+    by_text: dict[str, Problem] = {}
     having: dict[str, list[set[str]]] = {}
     arguments = [set(point.overrides) for point in points]
-    for own, ones in zip(arguments, found, strict=True):
-        for text, problem in {str(problem): problem for problem in ones}.items():
-            problems.setdefault(text, problem)
-            having.setdefault(text, []).append(own)
+    for lines, of_point in zip(arguments, problems, strict=True):
+        for text, problem in {str(problem): problem for problem in of_point}.items():
+            by_text.setdefault(text, problem)
+            having.setdefault(text, []).append(lines)
     shared = set.intersection(*arguments) if arguments else set()
-    named = []
-    for text, first in problems.items():
+    labelled = []
+    for text, first in by_text.items():
         problem = first
         typical = set.intersection(*having[text]) - shared or having[text][0] - shared
         if len(having[text]) < len(points) and {key_of(line) for line in typical} - {problem.key}:
             where = "point" if len(having[text]) == 1 else f"{len(having[text])} points with"
             label = " ".join(map(redacted_argument, sorted(typical)))
             problem = replace(problem, rule=f"{problem.rule} In the {where} {label[:300]}.")
-        named.append(problem)
-    return named
+        labelled.append(problem)
+    return labelled
 
 
 def variable_in(raw: Any) -> str | None:
@@ -308,20 +308,20 @@ class TrackedTree:
 
     def put(self, path: KeyPath, value: Any, origin: Origin | Callable[[KeyPath], Origin]) -> None:
         """Set a key; a mapping is merged into an existing mapping, any other value replaces it."""
-        here, name, own = self.values, path[-1], origin if isinstance(origin, Origin) else origin(path)
+        node, name, source = self.values, path[-1], origin if isinstance(origin, Origin) else origin(path)
         for depth, parent in enumerate(path[:-1], start=1):
-            if not isinstance(here.get(parent), dict):
+            if not isinstance(node.get(parent), dict):
                 self.origins.pop(path[:depth], None)
-                here[parent] = {}
-                self.origins[path[:depth]] = own
-            here = here[parent]
-        is_mapping = isinstance(here.get(name), dict)
+                node[parent] = {}
+                self.origins[path[:depth]] = source
+            node = node[parent]
+        is_mapping = isinstance(node.get(name), dict)
         if not (is_mapping and isinstance(value, Mapping)):
             if is_mapping:
                 self._forget(path)
             self.origins.pop(path, None)  # to stand last, as every key that was set last
-            here[name] = {} if isinstance(value, Mapping) else copy.deepcopy(value)
-            self.origins[path] = own
+            node[name] = {} if isinstance(value, Mapping) else copy.deepcopy(value)
+            self.origins[path] = source
         if isinstance(value, Mapping):
             for key, item in value.items():
                 self.put((*path, str(key)), item, origin)
@@ -341,8 +341,8 @@ class TrackedTree:
 
     def _forget(self, path: KeyPath) -> None:
         size = len(path)
-        for known in [key for key in self.origins if key[:size] == path]:
-            del self.origins[known]
+        for key in [key for key in self.origins if key[:size] == path]:
+            del self.origins[key]
 
 
 def lookup(values: Any, path: KeyPath) -> Any:

@@ -30,11 +30,11 @@ def doc_lines(kind: Any) -> dict[str, str]:
         >>> doc_lines(torch.optim.SGD)["momentum"]
         'Momentum factor.'
     """
-    found: dict[str, str] = {}
+    lines: dict[str, str] = {}
     for base in reversed(getattr(kind, "__mro__", (kind,))):
-        found.update(_arguments(base))
-        found.update(_fields(base))
-    return found
+        lines.update(_arguments(base))
+        lines.update(_fields(base))
+    return lines
 
 
 def doc_line(kind: Any, name: str) -> str:
@@ -67,7 +67,7 @@ def _fields(kind: Any) -> dict[str, str]:
     except (OSError, TypeError, SyntaxError):
         return {}
     body = tree.body[0].body if isinstance(tree.body[0], ast.ClassDef) else []
-    found = {}
+    lines = {}
     for field, text in itertools.pairwise(body):
         if (
             isinstance(field, ast.AnnAssign)
@@ -76,8 +76,8 @@ def _fields(kind: Any) -> dict[str, str]:
             and isinstance(text.value, ast.Constant)
             and isinstance(text.value.value, str)
         ):
-            found[field.target.id] = text.value.value.strip().splitlines()[0]
-    return found
+            lines[field.target.id] = text.value.value.strip().splitlines()[0]
+    return lines
 
 
 def _arguments(kind: Any) -> dict[str, str]:
@@ -87,9 +87,9 @@ def _arguments(kind: Any) -> dict[str, str]:
 
 
 def _entries(documented: Any) -> Iterator[tuple[str, str]]:
-    own = documented.__doc__ if isinstance(getattr(documented, "__doc__", None), str) else ""
-    lines = inspect.cleandoc(own).splitlines()
-    start = next((place for place, line in enumerate(lines) if line.strip() in ("Args:", "Arguments:")), None)
+    docstring = documented.__doc__ if isinstance(getattr(documented, "__doc__", None), str) else ""
+    lines = inspect.cleandoc(docstring).splitlines()
+    start = next((index for index, line in enumerate(lines) if line.strip() in ("Args:", "Arguments:")), None)
     if start is None:
         return
     outer = _indent(lines[start])

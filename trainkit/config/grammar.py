@@ -39,15 +39,15 @@ def key_of(argument: str) -> str:
     return argument.lstrip("+~").partition("=")[0]
 
 
-def replacing(arguments: Sequence[str], *own: str) -> tuple[str, ...]:
+def replacing(arguments: Sequence[str], *replacements: str) -> tuple[str, ...]:
     """Return the user's arguments followed by trainkit's own, which replace those of the same keys.
 
     Example:
         >>> replacing(["seed=1", "cv.fold=null"], "cv.fold=3")
         ('seed=1', 'cv.fold=3')
     """
-    keys = {key_of(argument) for argument in own}
-    return (*(argument for argument in arguments if key_of(argument) not in keys), *own)
+    keys = {key_of(argument) for argument in replacements}
+    return (*(argument for argument in arguments if key_of(argument) not in keys), *replacements)
 
 
 def is_override(argument: str) -> bool:

@@ -34,7 +34,7 @@ from trainkit.redaction import REDACTED, variable_of
 
 _MAX_BYTES: Final = 1 << 30
 """Size limit of the files that hold a config; the states of callbacks in a checkpoint can be large."""
-_PLACES: Final = ("strategy", "cluster")
+_PLACEMENT: Final = ("strategy", "cluster")
 """Groups whose choice is placement (where a training runs), unless the class declares otherwise."""
 
 
@@ -82,7 +82,7 @@ def _tag_in_group(cfg: RunConfig, path: KeyPath) -> Tagged:
     if path in (("average",), ("convert",)):
         return maths(neutral={})
     if target is None:
-        return placement if path[0] in _PLACES else maths
+        return placement if path[0] in _PLACEMENT else maths
     if path[size:] in ((), (TARGET,)):
         return _tag_of_class(path[0], target)
     if path[0] == "data" and path[1] in DATA_HOOKS and path[1] not in tags_of(target):
@@ -92,20 +92,20 @@ def _tag_in_group(cfg: RunConfig, path: KeyPath) -> Tagged:
 
 def _tag_of_class(group: str, target: Callable[..., Any]) -> Tagged:
     """Return what choosing this class can affect; a class or its `facts` can declare `changes_maths`."""
-    default = group not in (*_PLACES, *LIST_GROUPS)
+    default = group not in (*_PLACEMENT, *LIST_GROUPS)
     if getattr(getattr(target, "facts", target), "changes_maths", default):
         return maths
-    return placement if group in _PLACES else cosmetic
+    return placement if group in _PLACEMENT else cosmetic
 
 
 def _tag_below(target: Callable[..., Any], path: KeyPath) -> Tagged:
     """Return the tag of a parameter, or of a key inside a parameter that is a dataclass with tags of its own."""
-    found = tags_of(target).get(path[0], maths)
+    tagged = tags_of(target).get(path[0], maths)
     key = signature_of(target).keys.get(path[0])
     hint = plain(key.hint) if key is not None else None
     if len(path) > 1 and is_dataclass(hint) and isinstance(hint, type):
         return _tag_below(hint, path[1:])
-    return found
+    return tagged
 
 
 def maths_keys(cfg: RunConfig) -> dict[str, Any]:
@@ -196,20 +196,20 @@ def difference(left: RunConfig, right: RunConfig) -> list[Difference]:
         >>> [(item.key, item.matters) for item in difference(RunConfig(seed=1), RunConfig(name="b"))]
         [('seed', True), ('name', False)]
     """
-    ours, theirs = (dict(leaves(cfg.to_dict())) for cfg in (left, right))
-    found = []
-    for path in dict.fromkeys((*ours, *theirs)):
-        one, other = ours.get(path), theirs.get(path)
-        if _refers(one) or _refers(other):
-            if one != other:
-                found.append(Difference(key=dotted(path), left=one, right=other, tag=Tag.cosmetic))
+    lefts, rights = (dict(leaves(cfg.to_dict())) for cfg in (left, right))
+    differences = []
+    for path in dict.fromkeys((*lefts, *rights)):
+        left_value, right_value = lefts.get(path), rights.get(path)
+        if _refers(left_value) or _refers(right_value):
+            if left_value != right_value:
+                differences.append(Difference(key=dotted(path), left=left_value, right=right_value, tag=Tag.cosmetic))
             continue
-        one_value, other_value = _canonical(one), _canonical(other)
-        if one_value == other_value and type(one_value) is type(other_value):  # True == 1
+        left_plain, right_plain = _canonical(left_value), _canonical(right_value)
+        if left_plain == right_plain and type(left_plain) is type(right_plain):  # True == 1
             continue
         # A key that only one of the two runs has: mirrored's compression, for example, compared with one device.
         sides = [
-            (tag_of(cfg, path), values[path], cfg) for cfg, values in ((left, ours), (right, theirs)) if path in values
+            (tag_of(cfg, path), values[path], cfg) for cfg, values in ((left, lefts), (right, rights)) if path in values
         ]
         tags = [tag for tag, _, _ in sides]
         can_matter = [
@@ -218,8 +218,8 @@ def difference(left: RunConfig, right: RunConfig) -> list[Difference]:
             if tag.tag is Tag.maths and not _neutral(value, tag) and not _is_unused(cfg, path)
         ]
         tag = Tag.maths if can_matter else _least_consequential(tags)
-        found.append(Difference(key=dotted(path), left=one, right=other, tag=tag))
-    return sorted(found, key=lambda item: not item.matters)
+        differences.append(Difference(key=dotted(path), left=left_value, right=right_value, tag=tag))
+    return sorted(differences, key=lambda item: not item.matters)
 
 
 def run_config(run: Path) -> RunConfig:
@@ -247,13 +247,13 @@ def run_config(run: Path) -> RunConfig:
         rule = f"Set it back in the file. For another training from these weights, start a new run with {other}"
         refuse(
             Problem(
-                key=one.key,
-                value=one.right,
-                rule=f"was changed by hand after the run began with {one.left}. {rule}",
+                key=change.key,
+                value=change.right,
+                rule=f"was changed by hand after the run began with {change.left}. {rule}",
                 origin=origin,
             )
-            for one in difference(begun, cfg)
-            if one.matters
+            for change in difference(begun, cfg)
+            if change.matters
         )
         return cfg
     return cfg
@@ -271,17 +271,17 @@ def other_training(
         >>> [str(problem) for problem in other_training(found, run=Path("outputs/a"))]
         ['epochs=2.0: the run to resume, outputs/a, has steps=3. Give it the same value.']
     """
-    mattering = {one.key: one for one in differences if one.matters}
+    mattering = {change.key: change for change in differences if change.matters}
     for pair in EXCLUSIVE:
-        both = [one for name in pair if (one := mattering.get(name)) is not None]
-        if len(both) == 2 and sum(one.right is None for one in both) == 1:
-            lost, won = sorted(both, key=lambda one: one.right is not None)
+        both = [change for name in pair if (change := mattering.get(name)) is not None]
+        if len(both) == 2 and sum(change.right is None for change in both) == 1:
+            lost, won = sorted(both, key=lambda change: change.right is not None)
             del mattering[lost.key]
             if won.left is None:
                 mattering[won.key] = replace(won, left=f"{lost.key}={lost.left}")
     return [
-        Problem(key=one.key, value=one.right, rule=f"the run to resume, {run}, has {one.left}. {remedy}")
-        for one in mattering.values()
+        Problem(key=change.key, value=change.right, rule=f"the run to resume, {run}, has {change.left}. {remedy}")
+        for change in mattering.values()
     ]
 
 
@@ -325,7 +325,7 @@ def _choices(composition: Composition, cfg: RunConfig) -> Iterator[SettingKey]:
         if not file.group or file.level is Level.recipe:
             usual |= dict(_defaults(file.document.defaults))
     for group, choice in composition.choices.items():
-        if group in GROUPS and group in composition.given and choice != usual.get(group):
+        if group in GROUPS and group in composition.given_keys and choice != usual.get(group):
             yield SettingKey(
                 key=group,
                 value=choice,

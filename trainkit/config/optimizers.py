@@ -25,8 +25,8 @@ def optimizer_node(base: Mapping[str, Any], entry: Mapping[str, Any]) -> dict[st
         >>> optimizer_node({"_target_": "torch.optim.Adam", "lr": 0.1}, {"match": ["head.*"], "lr": 0.2})
         {'_target_': 'torch.optim.Adam', 'lr': 0.2}
     """
-    own = {key: value for key, value in entry.items() if key not in OWN_KEYS}
-    return own if TARGET in own else {**base, **own}
+    node = {key: value for key, value in entry.items() if key not in OWN_KEYS}
+    return node if TARGET in node else {**base, **node}
 
 
 def passes_of(ratio: object) -> tuple[int, int] | None:
@@ -36,8 +36,8 @@ def passes_of(ratio: object) -> tuple[int, int] | None:
         >>> passes_of(5), passes_of("1/5"), passes_of("2/5")
         ((5, 1), (1, 5), None)
     """
-    found = re.fullmatch(r"(?:1/)?([1-9][0-9]{0,4})", str(ratio)) if isinstance(ratio, int | str) else None
-    if isinstance(ratio, bool) or found is None or int(found[1]) > _MOST_PASSES:
+    match = re.fullmatch(r"(?:1/)?([1-9][0-9]{0,4})", str(ratio)) if isinstance(ratio, int | str) else None
+    if isinstance(ratio, bool) or match is None or int(match[1]) > _MOST_PASSES:
         return None
-    count = int(found[1])
+    count = int(match[1])
     return (1, count) if "/" in str(ratio) else (count, 1)

@@ -53,13 +53,13 @@ def compose_anew(
     Raises:
         ConfigError: there is no such run, or an argument cannot be parsed.
     """
-    found = [file for file in (run / ".hydra" / "config.yaml", run / "resolved.yaml") if file.is_file()]
-    if not found:
+    files = [file for file in (run / ".hydra" / "config.yaml", run / "resolved.yaml") if file.is_file()]
+    if not files:
         raise ConfigError([Problem(key=str(run), rule=NO_RUN, origin="command line")])
-    earlier = load_resolved(found[0]) if found[0].parent != run else run_config(run)
-    whole = replace(earlier, stop_at_step=None, resume=None, cv=CvConfig(), sweep=SweepConfig())
+    earlier = load_resolved(files[0]) if files[0].parent != run else run_config(run)
+    training = replace(earlier, stop_at_step=None, resume=None, cv=CvConfig(), sweep=SweepConfig())
     changes = Composer(config_dirs, packages).compose(replacing(overrides, _NO_RECIPE))
-    tree = _beneath(changes, whole, found[0], overrides)
+    tree = _beneath(changes, training, files[0], overrides)
     notes, problems = resolve_exclusive(tree)
     if earlier.cv.folds is not None:
         notes = [*notes, f"cv.folds={earlier.cv.folds} of {run} is left out: no fold is held out of this training"]
@@ -95,8 +95,8 @@ def _with(
 
 
 def _unused(overrides: Sequence[str]) -> list[str]:
-    given = [line for line in overrides if key_of(line) in ("recipe", "experiment") and line != _NO_RECIPE]
-    return [f"{line} has no effect: the run keeps what its own {key_of(line)} set" for line in given]
+    ignored = [line for line in overrides if key_of(line) in ("recipe", "experiment") and line != _NO_RECIPE]
+    return [f"{line} has no effect: the run keeps what its own {key_of(line)} set" for line in ignored]
 
 
 def _replace_chosen_groups(tree: TrackedTree, changes: Composition, overrides: Sequence[str]) -> None:
@@ -108,10 +108,10 @@ def _replace_chosen_groups(tree: TrackedTree, changes: Composition, overrides: S
         if line.startswith("~") and "." in group:
             tree.remove(path_of(group))
         elif group in GROUPS and group in changes.values:
-            found, origin = changes.values[group], Origin(level=Level.choice, where=changes.origin(group).where)
+            values, origin = changes.values[group], Origin(level=Level.choice, where=changes.origin(group).where)
             if line.startswith("+"):
                 added = re.findall(r"[\w-]+", line.partition("=")[2])
-                found = {name: node for name, node in found.items() if name in added}
+                values = {name: node for name, node in values.items() if name in added}
             else:
                 tree.remove((group,))
-            tree.put((group,), copy.deepcopy(found), origin)
+            tree.put((group,), copy.deepcopy(values), origin)

@@ -198,13 +198,13 @@ def load_resolved(path: str | Path) -> RunConfig:
         raise ConfigError([Problem(key=str(path), rule=f"cannot be read: {error}.")]) from None
     if not isinstance(values, Mapping):
         raise ConfigError([Problem(key=str(path), rule="is not a mapping of keys to values.")])
-    sweep, known = values.get("sweep"), hints_of(plain(hints_of(RunConfig)["sweep"]))
+    sweep, hints = values.get("sweep"), hints_of(plain(hints_of(RunConfig)["sweep"]))
     if isinstance(sweep, Mapping):  # a key that is gone and was null: nothing was asked of it
-        values = {**values, "sweep": {key: value for key, value in sweep.items() if key in known or value is not None}}
+        values = {**values, "sweep": {key: value for key, value in sweep.items() if key in hints or value is not None}}
     try:
         return RunConfig.from_dict(values)
     except ConfigError as error:
-        raise ConfigError([replace(one, origin=str(path)) for one in error.problems]) from None
+        raise ConfigError([replace(problem, origin=str(path)) for problem in error.problems]) from None
 
 
 def refuse_earlier_names(path: Path) -> str:
@@ -239,7 +239,7 @@ def misfits(
     """Yield each key of a run that does not fit its field: path, value and rule; no rule: no such key."""
     from trainkit.config.annotations import misfit  # noqa: PLC0415 - imports pydantic: help and lists need no run
 
-    hints, usual = hints_of(kind), kind()
+    hints, defaults = hints_of(kind), kind()
     for name, value in values.items():
         inner, hint = (*path, str(name)), plain(hints.get(name))
         if name not in hints:
@@ -249,8 +249,10 @@ def misfits(
         elif is_dataclass(hint):
             keys = ", ".join(f"{name}.{key}" for key in hints_of(typing.cast("type", hint)))
             yield inner, value, f"has its own keys: {keys}."
-        elif (value, type(value)) != (own := getattr(usual, name), type(own)) and (rule := misfit(value, hints[name])):
-            yield inner, value, rule  # the default of a class fits it
+        elif value == (default := getattr(defaults, name)) and type(value) is type(default):
+            continue  # the default of a class fits it
+        elif rule := misfit(value, hints[name]):
+            yield inner, value, rule
 
 
 def _built(kind: Any, values: Mapping[str, Any]) -> Any:
@@ -283,7 +285,8 @@ class MonitoredMetric:
             (MonitoredMetric(metric='val/loss', mode='min'), MonitoredMetric(metric='val/accuracy', mode='max'))
         """
         metric = settings.metric or "val/loss"
-        return cls(metric=metric, mode=settings.mode or _better_end(metric))
+        better: Literal["min", "max"] = "min" if metric.rpartition("/")[2] in _LESS_IS_BETTER else "max"
+        return cls(metric=metric, mode=settings.mode or better)
 
     def __str__(self) -> str:
         return f"{self.metric} ({self.mode})"
@@ -292,7 +295,3 @@ class MonitoredMetric:
     def sign(self) -> float:
         """The factor that makes lower values better."""
         return -1.0 if self.mode == "max" else 1.0
-
-
-def _better_end(metric: str) -> Literal["min", "max"]:
-    return "min" if metric.rpartition("/")[2] in _LESS_IS_BETTER else "max"

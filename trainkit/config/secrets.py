@@ -49,10 +49,10 @@ def redacted(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def literal_secrets(values: Mapping[str, Any]) -> Iterator[Problem]:
     """Yield a problem for each secret that is given as text, and for each URL with a password."""
-    found = remember_secrets(values)
-    yield from (literal_secret(".".join(path)) for path in found)
+    secrets = remember_secrets(values)
+    yield from (literal_secret(".".join(path)) for path in secrets)
     for path, text in texts_in(values):
-        if path not in found and not is_below(path, found) and has_password(text):
+        if path not in secrets and not is_below(path, secrets) and has_password(text):
             rule = (
                 "has a password, which files would show. Give it by a variable that its library reads, or a secret key."
             )
@@ -67,11 +67,11 @@ def literal_secret(key: str) -> Problem:
 
 def remember_secrets(values: Mapping[str, Any]) -> dict[tuple[str, ...], Any]:
     """Let messages hide the secrets of a config from now on; return the secrets that have a key of their own."""
-    found = secret_keys(values)
-    remember(list(found.values()))
+    secrets = secret_keys(values)
+    remember(list(secrets.values()))
     for _, text in texts_in(values):
         remember_passwords(text)
-    return found
+    return secrets
 
 
 _TARGET: Final = "_target_"
@@ -98,18 +98,18 @@ def import_marks(values: Mapping[str, Any], packages: Sequence[str]) -> None:
 
 def marked_in(target: Any, path: tuple[str, ...] = ()) -> frozenset[tuple[str, ...]]:
     """Return the paths that a class marks as secret, including those inside of its dataclass fields."""
-    found = {(*path, name) for name in secret_fields(target)}
+    paths = {(*path, name) for name in secret_fields(target)}
     for name, hint in signature_hints(target).items():
         kind = plain(hint)
         if isinstance(kind, type) and is_dataclass(kind) and kind is not target:
-            found |= marked_in(kind, (*path, name))
-    return frozenset(found)
+            paths |= marked_in(kind, (*path, name))
+    return frozenset(paths)
 
 
 def _marks(node: Mapping[str, Any]) -> frozenset[tuple[str, ...]]:
     """Return the paths marked by the class of a node, if it has been imported already; import nothing."""
-    named = node.get(_TARGET)
-    parts = path_of(named).split(".") if isinstance(named, str) else []
+    text = node.get(_TARGET)
+    parts = path_of(text).split(".") if isinstance(text, str) else []
     shortest = 2 if parts[:1] == ["trainkit"] else 1  # trainkit itself holds no class, and imports its API on access
     for length in range(len(parts) - 1, shortest - 1, -1):
         target: Any = sys.modules.get(".".join(parts[:length]))
@@ -122,17 +122,17 @@ def _marks(node: Mapping[str, Any]) -> frozenset[tuple[str, ...]]:
     return frozenset()
 
 
-def is_below(path: tuple[str, ...], found: Mapping[tuple[str, ...], Any]) -> bool:
-    """Return whether a path lies below one of the paths found."""
-    return any(path[:length] in found for length in range(1, len(path)))
+def is_below(path: tuple[str, ...], paths: Mapping[tuple[str, ...], Any]) -> bool:
+    """Return whether a path lies below one of these paths."""
+    return any(path[:length] in paths for length in range(1, len(path)))
 
 
 def texts_in(values: Any, path: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], str]]:
     """Return every text below a value, also in lists, with its path."""
     if isinstance(values, Mapping):
-        return [one for key, value in values.items() for one in texts_in(value, (*path, str(key)))]
+        return [item for key, value in values.items() for item in texts_in(value, (*path, str(key)))]
     if isinstance(values, Sequence) and not isinstance(values, str | bytes):
-        return [one for index, value in enumerate(values) for one in texts_in(value, (*path, str(index)))]
+        return [item for index, value in enumerate(values) for item in texts_in(value, (*path, str(index)))]
     return [(path, values)] if isinstance(values, str) and path else []
 
 
@@ -170,12 +170,12 @@ def dereferenced(value: Any, *, key: str) -> Any:
         raise ConfigError([Problem(key=key, value=value, rule=rule)])
     text = value[: value.index("${")] + os.environ[variable]
     try:
-        found = parse_yaml(text) if "oc.decode" in value else text
+        resolved = parse_yaml(text) if "oc.decode" in value else text
     except ValueError:  # its message may quote the secret
         rule = f"refers to the environment variable {variable}, whose value is not YAML. Write it as {{KEY: VALUE}}."
         raise ConfigError([Problem(key=key, value=value, rule=rule)]) from None
-    remember(found)
-    return found
+    remember(resolved)
+    return resolved
 
 
 def with_variables(node: Mapping[str, Any], target: Any) -> dict[str, Any]:
@@ -189,14 +189,14 @@ def with_variables(node: Mapping[str, Any], target: Any) -> dict[str, Any]:
     marked = marked_in(target)
 
     def filled(values: Mapping[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
-        found = {}
+        result = {}
         for name, value in values.items():
             inner = (*path, str(name))
             if is_secret_name(inner[-1], "logger") or inner in marked:
-                found[name] = dereferenced(value, key=".".join(inner))
+                result[name] = dereferenced(value, key=".".join(inner))
             else:
-                found[name] = filled(value, inner) if isinstance(value, Mapping) else value
-        return found
+                result[name] = filled(value, inner) if isinstance(value, Mapping) else value
+        return result
 
     return filled(node, ())
 
@@ -209,6 +209,6 @@ def reference_paths(values: Mapping[str, Any]) -> set[tuple[str, ...]]:
     """Return the keys of secrets that refer to environment variables; for items of a list, the key of the list."""
     if not _refers(values):
         return set()
-    found = [path for path, _ in secrets_in(values, marks=_marks, references=True)]
+    secrets = [path for path, _ in secrets_in(values, marks=_marks, references=True)]
     refers = [path for path, value in leaves(values) if _refers(value)]
-    return {path for path in refers if any(path[: len(one)] == one[: len(path)] for one in found)}
+    return {path for path in refers if any(path[: len(secret)] == secret[: len(path)] for secret in secrets)}

@@ -48,9 +48,9 @@ class BatchConfig:
             >>> BatchConfig(global_size=64, accumulation=2).overrides(global_size=64, micro_size=8)
             ('batch.micro_size=8', 'batch.accumulation=null')
         """
-        whole = () if self.global_size == global_size else (f"batch.global_size={global_size}",)
+        size = () if self.global_size == global_size else (f"batch.global_size={global_size}",)
         third = () if self.accumulation is None else ("batch.accumulation=null",)
-        return *whole, f"batch.micro_size={micro_size}", *third
+        return *size, f"batch.micro_size={micro_size}", *third
 
 
 @dataclass(frozen=True, kw_only=True)

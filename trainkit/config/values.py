@@ -20,19 +20,19 @@ def closest(word: str, words: Iterable[str]) -> str | None:
         >>> closest("epohs", ["epochs", "steps"])
         'epochs'
     """
-    found = difflib.get_close_matches(word, list(words), n=1, cutoff=0.6)
-    return found[0] if found else None
+    matches = difflib.get_close_matches(word, list(words), n=1, cutoff=0.6)
+    return matches[0] if matches else None
 
 
-def nearest(word: str, known: Collection[str], *, shown: Collection[str] | None = None) -> str:
+def nearest(word: str, words: Collection[str], *, shown: Collection[str] | None = None) -> str:
     """Return a sentence with the word most similar to a misspelt one; else with all words, or those `shown`.
 
     Example:
         >>> nearest("epohs", ["epochs", "steps"]), nearest("x", ["epochs", "steps"])
         ('Did you mean epochs?', 'There are: epochs, steps.')
     """
-    near = closest(word, known)
-    return f"Did you mean {near}?" if near else f"There are: {', '.join(known if shown is None else shown)}."
+    near = closest(word, words)
+    return f"Did you mean {near}?" if near else f"There are: {', '.join(words if shown is None else shown)}."
 
 
 def plain(hint: Any) -> Any:
@@ -44,8 +44,8 @@ def plain(hint: Any) -> Any:
 
 def either(words: Iterable[str]) -> str:
     """Return words as a text, `a, b or c`."""
-    found = list(dict.fromkeys(words))
-    return found[0] if len(found) == 1 else f"{', '.join(found[:-1])} or {found[-1]}"
+    choices = list(dict.fromkeys(words))
+    return choices[0] if len(choices) == 1 else f"{', '.join(choices[:-1])} or {choices[-1]}"
 
 
 def whole_number(text: str, *, low: int, high: int) -> int | None:
@@ -79,8 +79,8 @@ def expanded(path: str) -> str:
         >>> expanded("~no_such_user").endswith("/~no_such_user"), expanded("runs/~1")
         (True, 'runs/~1')
     """
-    found = os.path.expanduser(path)  # noqa: PTH111 - pathlib raises for a user that does not exist
-    return str(Path(found).absolute()) if found.startswith("~") else found
+    text = os.path.expanduser(path)  # noqa: PTH111 - pathlib raises for a user that does not exist
+    return str(Path(text).absolute()) if text.startswith("~") else text
 
 
 def path_rule(path: str) -> str | None:
@@ -107,8 +107,8 @@ def leaves(values: Mapping[Any, Any], path: tuple[str, ...] = ()) -> list[tuple[
         >>> leaves({"a": {"b": 1}, "c": {}})
         [(('a', 'b'), 1), (('c',), {})]
     """
-    found = []
+    items = []
     for name, value in values.items():
         inner = (*path, str(name))
-        found += leaves(value, inner) if isinstance(value, Mapping) and value else [(inner, value)]
-    return found
+        items += leaves(value, inner) if isinstance(value, Mapping) and value else [(inner, value)]
+    return items

@@ -101,7 +101,7 @@ def _parsed(file: Path, text: str) -> Document:
         if not isinstance(root, yaml.MappingNode):
             raise ConfigError([Problem(key=file.name, rule="must hold keys and values.", origin=f"{file}:1")])
         lines: dict[KeyPath, int] = {}
-        problems = [replace(one, origin=f"{file}:{one.origin}") for one in _scan(root, (), lines)]
+        problems = [replace(problem, origin=f"{file}:{problem.origin}") for problem in _scan(root, (), lines)]
         values = loader.construct_document(root)
     except yaml.YAMLError as error:
         raise ConfigError([_syntax_problem(file, error)]) from error
@@ -128,9 +128,9 @@ def shown_text(document: Document, group: str) -> str:
     lines = document.file.read_text(encoding="utf-8").splitlines(keepends=True)
     above: tuple[str, ...] = () if group in ("recipe", "experiment") else (group,)
     above = (group, "NAME") if group in ("logger", "callbacks") else above
-    found = [path[len(above) :] for path, _ in secrets_in(document.values, above)]
+    secrets = [path[len(above) :] for path, _ in secrets_in(document.values, above)]
     starts = sorted({*document.lines.values(), len(lines) + 1})
-    for path in reversed(found):
+    for path in reversed(secrets):
         key = path[: max(length for length in range(1, len(path) + 1) if path[:length] in document.lines)]
         start = document.lines[key]
         inner = [line for name, line in document.lines.items() if name[: len(key)] == key]
@@ -158,8 +158,8 @@ def _scan(node: yaml.Node, path: KeyPath, lines: dict[KeyPath, int]) -> Iterator
     if isinstance(node, yaml.ScalarNode):
         traps = _TRAPS if not node.style and node.tag.rpartition(":")[2] in ("bool", "int", "float") else ()
         if reading := next((reading for shape, reading in traps if shape.fullmatch(node.value)), None):
-            meant = str(yaml.safe_load(node.value)).lower()
-            rule = f"YAML reads this as {reading}, {meant}. Write {meant}, or quote it for text: '{node.value}'."
+            parsed = str(yaml.safe_load(node.value)).lower()
+            rule = f"YAML reads this as {reading}, {parsed}. Write {parsed}, or quote it for text: '{node.value}'."
             yield Problem(key=".".join(path), value=node.value, rule=rule, origin=str(node.start_mark.line + 1))
     elif isinstance(node, yaml.SequenceNode):
         for index, item in enumerate(node.value):
@@ -233,8 +233,8 @@ def _syntax_problem(file: Path, error: yaml.YAMLError) -> Problem:
     origin = f"{file}:{mark.line + 1}" if mark is not None else str(file)
     if isinstance(error, UnreadableYAMLError):
         return Problem(key=file.name, rule=f"{error.problem}.", origin=origin)
-    what = getattr(error, "problem", None) or " ".join(str(error).split())
-    return Problem(key=file.name, rule=f"is not YAML: {what}.", origin=origin)
+    reason = getattr(error, "problem", None) or " ".join(str(error).split())
+    return Problem(key=file.name, rule=f"is not YAML: {reason}.", origin=origin)
 
 
 def shipped_conf() -> Path:
@@ -263,7 +263,7 @@ def _shipped(name: str) -> Path:
     return next((folder for folder in (package / name, package.parent / name) if folder.is_dir()), package / name)
 
 
-_GIVEN: Final[list[tuple[Path, ...]]] = [()]
+_FOLDERS: Final[list[tuple[Path, ...]]] = [()]
 """The folders of the calls that run, innermost last."""
 _VARIABLE: Final = "TRAINKIT_CONFIG_DIRS"
 """The environment variable that passes the folders to a worker, separated as in PATH; only printed commands use it."""
@@ -272,11 +272,11 @@ _VARIABLE: Final = "TRAINKIT_CONFIG_DIRS"
 @contextmanager
 def with_config_dirs(folders: Sequence[Path]) -> Iterator[None]:
     """Let commands that are printed while the block runs name these absolute folders."""
-    _GIVEN.append(tuple(folders))
+    _FOLDERS.append(tuple(folders))
     try:
         yield
     finally:
-        _GIVEN.pop()
+        _FOLDERS.pop()
 
 
 def config_dir_arguments(folders: Sequence[Path] | None = None) -> list[str]:
@@ -289,17 +289,17 @@ def config_dir_arguments(folders: Sequence[Path] | None = None) -> list[str]:
         >>> config_dir_arguments([Path("/srv/conf")]), config_dir_arguments([])
         (['--config-dir', '/srv/conf'], [])
     """
-    here = Path.cwd()
+    cwd = Path.cwd()
     arguments = []
-    for folder in _GIVEN[-1] if folders is None else folders:
-        shown = os.path.relpath(folder, here) if folder.is_relative_to(here) else str(folder)
+    for folder in _FOLDERS[-1] if folders is None else folders:
+        shown = os.path.relpath(folder, cwd) if folder.is_relative_to(cwd) else str(folder)
         arguments += ["--config-dir", shown]
     return arguments
 
 
 def config_dir_environ() -> dict[str, str]:
     """Return the variable that passes the folders of this process to a worker."""
-    return {_VARIABLE: os.pathsep.join(map(str, _GIVEN[-1]))} if _GIVEN[-1] else {}
+    return {_VARIABLE: os.pathsep.join(map(str, _FOLDERS[-1]))} if _FOLDERS[-1] else {}
 
 
 def config_dirs_from(environ: Mapping[str, str]) -> tuple[Path, ...]:

@@ -76,7 +76,7 @@ def checked_values(composition: Composition) -> Composition:
         ConfigError: its problems.
     """
     if check_values(composition):  # what is left out may break rules of the first phase
-        composition, problems = fitted(composition, lambda one: check_names_first(one) or check_values(one))
+        composition, problems = fitted(composition, lambda trimmed: check_names_first(trimmed) or check_values(trimmed))
         refuse(problems)
     return composition.with_notes(notes_about_keys(composition))
 
@@ -92,20 +92,20 @@ def checked_without(composition: Composition, group: str) -> Composition:
     unset = [key for key, value in node.items() if value == "???"]
     if not unset:
         return checked(composition)
-    given = {key: value for key, value in node.items() if key not in unset}
-    rest = replace(composition, values={**composition.values, group: given})
-    found = check_names_first(rest) or check_values(rest)
-    refuse([problem for problem in found if problem.key not in {f"{group}.{key}" for key in unset}])
+    values = {key: value for key, value in node.items() if key not in unset}
+    partial = replace(composition, values={**composition.values, group: values})
+    problems = check_names_first(partial) or check_values(partial)
+    refuse([problem for problem in problems if problem.key not in {f"{group}.{key}" for key in unset}])
     notes = (f"{group}.{key} is not set: a training needs it" for key in unset)
-    return composition.with_notes([*notes_about_keys(rest), *notes])
+    return composition.with_notes([*notes_about_keys(partial), *notes])
 
 
 def notes_about_keys(composition: Composition) -> tuple[str, ...]:
     """Return notes about keys that have no effect, and about keys that are not checked."""
     with allow_packages(composition.packages):
         unchecked = [key for path, node in _nodes(composition) for key in unchecked_keys(path, node)]
-    taken = [f"{key}: not checked, its class takes any key" for key in unchecked]
-    return (*unused_keys(composition, multirun=False)[1], *taken)
+    notes = [f"{key}: not checked, its class takes any key" for key in unchecked]
+    return (*unused_keys(composition, multirun=False)[1], *notes)
 
 
 def check_names_first(composition: Composition, *, multirun: bool = False) -> list[Problem]:
@@ -125,8 +125,8 @@ def check_names(composition: Composition, *, multirun: bool = False) -> list[Pro
     problems += (problem for problem in _leaf_problems(composition) if problem.key not in limited)
     problems += _unusable_folders(composition)
     problems += _hydra_problems(composition)
-    given = {**composition.values, "hydra": composition.hydra}
-    problems += [replace(one, origin=composition.origin(one.key).where) for one in literal_secrets(given)]
+    values = {**composition.values, "hydra": composition.hydra}
+    problems += [replace(problem, origin=composition.origin(problem.key).where) for problem in literal_secrets(values)]
     hidden = [line for line in composition.hydra_overrides if redacted_argument(line) != line]
     problems += [replace(literal_secret(key_of(line)), origin=COMMAND_LINE) for line in hidden]
     problems += broken_rules(composition, problems, multirun=multirun)
@@ -136,45 +136,45 @@ def check_names(composition: Composition, *, multirun: bool = False) -> list[Pro
     return _deduplicated([*composition.problems, *others])
 
 
-def check_values(composition: Composition, known: Sequence[Problem] = ()) -> list[Problem]:
+def check_values(composition: Composition, reported: Sequence[Problem] = ()) -> list[Problem]:
     """Run the second phase: import the targets and check their keys and values.
 
     Args:
         composition: the run.
-        known: the problems of the first phase. If there are any, only nodes with other keys of the user are checked:
+        reported: the problems of the first phase. If there are any, only nodes with other keys of the user are checked:
             to import the targets takes a second.
 
     Returns:
-        The problems of other keys than those of the known ones.
+        The problems of other keys than those reported.
     """
-    found = list(known)
+    problems = list(reported)
     check = NodeCheck(composition)
 
     def is_suspect(*path: str) -> bool:
-        return not known or any(not _is_named(key, known) for key in composition.given_below(path))
+        return not reported or any(not _is_named(key, reported) for key in composition.given_below(path))
 
     def is_sound(*sections: str) -> bool:
-        return not sections_of(found) & {*sections}
+        return not sections_of(problems) & {*sections}
 
     with allow_packages(composition.packages):
         for path, node in _nodes(composition):
             if is_suspect(*path):
-                found += check.problems(path, node)
+                problems += check.problems(path, node)
         for name, hint in hints_of(RunConfig).items():
             # a run that is resumed has the weights that it began with in its checkpoints
             if name != "init_from" or composition.values["resume"] is None:
-                found += check.absent_files((name,), composition.values.get(name), hint)
-        if not known and is_sound("callbacks", "model", "data"):
-            found += _unsuited_callbacks(composition)
+                problems += check.absent_files((name,), composition.values.get(name), hint)
+        if not reported and is_sound("callbacks", "model", "data"):
+            problems += _unsuited_callbacks(composition)
         if composition.values["optimizers"] and is_suspect("optimizers"):
-            found += _named_optimizers(check)
+            problems += _named_optimizers(check)
         if is_suspect("eval", "metric") and is_sound("eval", "objective"):
-            found += _unknown_metric(composition)
-        suspect = "precision" in composition.given or any(map(is_suspect, _IN_LAUNCH))
+            problems += _unknown_metric(composition)
+        suspect = "precision" in composition.given_keys or any(map(is_suspect, _IN_LAUNCH))
         if suspect and is_sound("data", "strategy", "cluster", "precision"):
-            unused = unused_keys_in_launch(with_defaults(composition, found))
-            found += [problem for problem in unused if is_sound(section_of(problem))]
-        others = (one for one in found[len(known) :] if not _is_named(path_of(one.key), known))
+            unused = unused_keys_in_launch(with_defaults(composition, problems))
+            problems += [problem for problem in unused if is_sound(section_of(problem))]
+        others = (problem for problem in problems[len(reported) :] if not _is_named(path_of(problem.key), reported))
         return _deduplicated(composition.without_secrets(others))
 
 
@@ -182,15 +182,15 @@ def _named_optimizers(check: NodeCheck) -> Iterator[Problem]:
     """Yield the keys that the classes of `optimizers` do not take."""
     values = check.composition.values
     base, entries = values["optimizer"], values["optimizers"]
-    whole = isinstance(base, Mapping) and isinstance(entries, Mapping)  # the first phase reports it otherwise
-    for name, entry in entries.items() if whole else ():
+    readable = isinstance(base, Mapping) and isinstance(entries, Mapping)  # the first phase reports it otherwise
+    for name, entry in entries.items() if readable else ():
         path = ("optimizers", str(name))
         if not isinstance(entry, Mapping):
             continue
         node = optimizer_node(base, entry)
-        own = (dotted(path),) if TARGET in entry else tuple(dotted((*path, key)) for key in entry)
-        found = check.problems(path, node, PLACES["optimizer"]) if TARGET in node else ()
-        yield from (one for one in found if one.key.startswith(own))
+        prefixes = (dotted(path),) if TARGET in entry else tuple(dotted((*path, key)) for key in entry)
+        problems = check.problems(path, node, PLACES["optimizer"]) if TARGET in node else ()
+        yield from (problem for problem in problems if problem.key.startswith(prefixes))
         schedule = entry.get("schedule")
         if isinstance(schedule, Mapping) and TARGET in schedule:
             yield from check.problems((*path, "schedule"), schedule, PLACES["schedule"])
@@ -198,8 +198,8 @@ def _named_optimizers(check: NodeCheck) -> Iterator[Problem]:
 
 def _is_named(path: KeyPath, problems: Iterable[Problem]) -> bool:
     """Return whether a problem names a key, or a key above or below it."""
-    named = (path_of(problem.key) for problem in problems)
-    return any(path[: len(one)] == one[: len(path)] for one in named)
+    paths = (path_of(problem.key) for problem in problems)
+    return any(path[: len(other)] == other[: len(path)] for other in paths)
 
 
 def _unsuited_callbacks(composition: Composition) -> Iterator[Problem]:
@@ -213,7 +213,7 @@ def _unsuited_callbacks(composition: Composition) -> Iterator[Problem]:
         needs = getattr(resolve_target(node[TARGET]), "needs", {}) if is_of_recipe_alone(composition, path) else {}
         for group, names in needs.items():
             target = resolve_target(values[group][TARGET])
-            lacking = [one for one in names if isinstance(target, type) and not hasattr(target, one)]
+            lacking = [attr for attr in names if isinstance(target, type) and not hasattr(target, attr)]
             if lacking:
                 rule = f"needs {' and '.join(names)} of the {group}, and {target.__name__} has no {', '.join(lacking)}."
                 yield composition.problem(path, rule, show_value=False)
@@ -226,15 +226,15 @@ def _unknown_metric(composition: Composition) -> Iterator[Problem]:
     metrics = getattr(objective, "metrics", None)
     if metric is None or not callable(metrics):
         return
-    given = [name for name, one in metrics().items() if not getattr(one, "gives_table", False)]
+    names = [name for name, entry in metrics().items() if not getattr(entry, "gives_table", False)]
     split = metric.partition("/")[0]
     split = split if split.startswith("val_") else "val"  # which splits the data has is known when it is built
-    known = [f"{split}/loss", *(f"{split}/{name}" for name in (*getattr(objective, "term_names", ()), *given))]
+    choices = [f"{split}/loss", *(f"{split}/{name}" for name in (*getattr(objective, "term_names", ()), *names))]
     of_several = metric.rpartition("/")[0]  # val/f1/cat, where the metric f1 gives a number a class
-    if metric not in known and of_several not in known[1:]:
-        near = closest(metric, known)
+    if metric not in choices and of_several not in choices[1:]:
+        near = closest(metric, choices)
         hint = f"Did you mean {near}? " if near else ""
-        rule = f"no such metric. {hint}There are: {', '.join(known)}."
+        rule = f"no such metric. {hint}There are: {', '.join(choices)}."
         yield composition.problem("eval.metric", rule, value=metric)
 
 
@@ -255,10 +255,10 @@ def _unknown(key: KeyPath, composition: Composition) -> str:
     near = closest(name, hints)
     if near is None and not path:
         sections = {key: hint for key, hint in hints.items() if is_dataclass(plain(hint))}
-        found = [f"{section}.{name}" for section, hint in sections.items() if name in hints_of(plain(hint))]
+        matches = [f"{section}.{name}" for section, hint in sections.items() if name in hints_of(plain(hint))]
         single = [group for group in GROUPS if group not in LIST_GROUPS]
-        found += [f"{group}.{name}" for group in single if name in (composition.values.get(group) or {})]
-        near = found[0] if len(found) == 1 else None
+        matches += [f"{group}.{name}" for group in single if name in (composition.values.get(group) or {})]
+        near = matches[0] if len(matches) == 1 else None
         if name == "experiment":
             return f"there is no such folder of choices. Write DIR/experiment/NAME.yaml, and give {own_folder()}."
         return f"no such key. Did you mean {near}?" if near else "no such key. `trainkit ls` shows the groups."
@@ -275,7 +275,7 @@ def _group(check: NodeCheck, group: str) -> Iterator[Problem]:
         if not any(problem.key == group for problem in composition.problems):
             choices = ", ".join(check.choices(group))
             rule = f"needs a choice. There are: {choices}."
-            origin = COMMAND_LINE if group in composition.given else composition.origin(group).where
+            origin = COMMAND_LINE if group in composition.given_keys else composition.origin(group).where
             yield Problem(key=group, value=None, rule=rule, origin=origin)
         return
     if not isinstance(value, Mapping):
@@ -284,7 +284,7 @@ def _group(check: NodeCheck, group: str) -> Iterator[Problem]:
     nodes = [((group, name), node) for name, node in value.items()] if group in LIST_GROUPS else [((group,), value)]
     for path, node in nodes:
         if not isinstance(node, Mapping) or (TARGET not in node and group not in _UNNAMED):
-            yield from _no_target(check, path, node)
+            yield from _without_target(check, path, node)
             continue
         for inner, target in targets_in(node, path):  # by their text: classes of other packages, for example
             if (refused := name_problem(target, (*ALLOWED_PACKAGES, *composition.packages))) is not None:
@@ -292,7 +292,7 @@ def _group(check: NodeCheck, group: str) -> Iterator[Problem]:
         yield from _keys_of_shipped(check, path, node)
 
 
-def _no_target(check: NodeCheck, path: KeyPath, node: Any) -> Iterator[Problem]:
+def _without_target(check: NodeCheck, path: KeyPath, node: Any) -> Iterator[Problem]:
     group, composition = path[0], check.composition
     if group in LIST_GROUPS:
         choices = check.choices(group)
@@ -311,26 +311,26 @@ def _no_target(check: NodeCheck, path: KeyPath, node: Any) -> Iterator[Problem]:
 def _keys_of_shipped(check: NodeCheck, path: KeyPath, node: Mapping[str, Any]) -> Iterator[Problem]:
     """Yield unknown keys of a shipped choice, which has every key that its class takes."""
     composition = check.composition
-    file = next((one for one in composition.files if one.package == path and one.group == path[0]), None)
+    file = next((choice for choice in composition.files if choice.package == path and choice.group == path[0]), None)
     if file is None or not file.shipped or lookup(file.document.values, (TARGET,)) != node.get(TARGET):
         return
-    known = tuple(dict.fromkeys((*file.document.values, *GROUP_KEYS.get(path[0], ()))))
+    keys = tuple(dict.fromkeys((*file.document.values, *GROUP_KEYS.get(path[0], ()))))
     for name in node:
         if name in INJECTED.get(path[0], ()):
             yield composition.problem(
                 (*path, name), "is set by trainkit: it is not a key of the config.", show_value=False
             )
-        elif name not in known:
-            yield check.unknown(path, name, file.name, known)
+        elif name not in keys:
+            yield check.unknown(path, name, file.name, keys)
 
 
 def _hydra_problems(composition: Composition) -> list[Problem]:
     """Ask Hydra to check the arguments meant for it, where there are any."""
-    own = [file for file in composition.files if not file.shipped and _configures_hydra(file)]
+    files = [file for file in composition.files if not file.shipped and _configures_hydra(file)]
     arguments = [
         line for line in composition.hydra_overrides if not line.startswith(("hydra.run.dir=", "hydra.sweep.dir="))
     ]
-    if not own and not arguments:
+    if not files and not arguments:
         return []
     from trainkit.config.compose.jobs import hydra_problems  # noqa: PLC0415 - costs 50 ms
 
@@ -365,7 +365,7 @@ def _leaf_problems(composition: Composition) -> Iterator[Problem]:
         elif isinstance(value, str):
             if is_path_key(path[-1]) and (rule := path_rule(value)):
                 yield composition.problem(path, rule, value=value)
-        elif not all(-(2**63) <= one < 2**63 for one in _integers_in(value)):
+        elif not all(-(2**63) <= number < 2**63 for number in _integers_in(value)):
             yield composition.problem(path, "must fit into 64 bits: less than 2**63.", value=value)
     if composition.run_dir is not None and composition.run_dir_given and (rule := path_rule(str(composition.run_dir))):
         yield Problem(key="hydra.run.dir", value=str(composition.run_dir), rule=rule)
@@ -392,5 +392,5 @@ def folder_rule(text: str) -> str | None:
 def _integers_in(value: Any) -> list[int]:
     if isinstance(value, list | Mapping):
         inner = value.values() if isinstance(value, Mapping) else value
-        return [one for item in inner for one in _integers_in(item)]
+        return [number for item in inner for number in _integers_in(item)]
     return [value] if isinstance(value, int) else []

@@ -49,13 +49,13 @@ def fitted(composition: Composition, find: Find) -> tuple[Composition, list[Prob
     composition, problems = read_variables(composition, find)
     broken: set[str] | None = None
     while True:
-        of_files = [one for one in problems if one.origin != COMMAND_LINE]  # the mistake is not in an argument itself
-        displaced = [one for one in of_files if _replaced_node(composition, path_of(one.key))]
-        others = [one for one in of_files if one not in displaced]
-        of_recipe = [one for one in others if is_of_recipe_alone(composition, path_of(one.key))]
+        of_files = [problem for problem in problems if problem.origin != COMMAND_LINE]  # not of an argument itself
+        displaced = [problem for problem in of_files if _replaced_node(composition, path_of(problem.key))]
+        others = [problem for problem in of_files if problem not in displaced]
+        of_recipe = [problem for problem in others if is_of_recipe_alone(composition, path_of(problem.key))]
         if of_recipe and broken is None:
             broken = _broken_by_itself(composition, find)
-        impossible = [*displaced, *(one for one in of_recipe if one.key not in (broken or ()))]
+        impossible = [*displaced, *(problem for problem in of_recipe if problem.key not in (broken or ()))]
         if not impossible:
             return composition, problems
         composition, problems = read_variables(_left_out(composition, impossible), find)
@@ -84,7 +84,7 @@ def is_of_recipe_alone(composition: Composition, path: KeyPath) -> bool:
 
 def _chosen_by_recipe(composition: Composition, path: KeyPath) -> bool:
     """Return whether the choice of a callback or logger, `("callbacks", "sample")`, is that of a recipe alone."""
-    if len(path) != 2 or path[0] not in LIST_GROUPS or path[0] in composition.given:
+    if len(path) != 2 or path[0] not in LIST_GROUPS or path[0] in composition.given_keys:
         return False
     levels = [
         file.level
@@ -116,7 +116,7 @@ def _left_out(composition: Composition, impossible: Sequence[Problem]) -> Compos
         if node is None and (below := _value_below(composition, path)) is not None:
             tree.put(path, *below)
     keys = {problem.key for problem in impossible}
-    problems = tuple(one for one in composition.problems if one.key not in keys)
+    problems = tuple(problem for problem in composition.problems if problem.key not in keys)
     return replace(composition, values=tree.values, origins=tree.origins, notes=tuple(notes), problems=problems)
 
 
@@ -131,9 +131,7 @@ def _value_below(composition: Composition, path: KeyPath) -> tuple[Any, Origin] 
 _WORDS: Final[Mapping[str, Any]] = {"true": True, "false": False, "null": None}
 
 
-def read_variables(
-    composition: Composition, find: Callable[[Composition], list[Problem]]
-) -> tuple[Composition, list[Problem]]:
+def read_variables(composition: Composition, find: Find) -> tuple[Composition, list[Problem]]:
     """Return the composition with texts of variables converted where their keys do not take text, and its problems.
 
     A problem that remains names the variable.
@@ -144,16 +142,16 @@ def read_variables(
     """
     problems = find(composition)
     tried: set[KeyPath] = set()
-    while wanted := {path_of(one.key) for one in problems} & composition.variables.keys() - tried:
-        tried |= wanted
+    while paths := {path_of(problem.key) for problem in problems} & composition.variables.keys() - tried:
+        tried |= paths
         tree = TrackedTree()
         tree.values, tree.origins = copy.deepcopy(composition.values), dict(composition.origins)
-        for path in wanted:
-            found = _converted(composition.variables[path], lookup(composition.values, path))
-            tree.put(path, found, tree.origin_of(path))
+        for path in paths:
+            value = _converted(composition.variables[path], lookup(composition.values, path))
+            tree.put(path, value, tree.origin_of(path))
         composition = replace(composition, values=tree.values, origins=tree.origins)
         problems = find(composition)
-    return composition, [_naming(one, composition.variables) for one in problems]
+    return composition, [_naming(problem, composition.variables) for problem in problems]
 
 
 def _converted(raw: Any, value: Any) -> Any:

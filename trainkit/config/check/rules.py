@@ -86,34 +86,34 @@ _NO_EFFECT: Final[Sequence[tuple[str, str, Callable[[Values], object]]]] = (
 """Keys, why they have no effect, and when: other keys make them ineffective."""
 
 
-def broken_rules(composition: Composition, known: Sequence[Problem], *, multirun: bool) -> list[Problem]:
+def broken_rules(composition: Composition, problems: Sequence[Problem], *, multirun: bool) -> list[Problem]:
     """Return the broken rules between values, and keys without effect; a key has one of them at most.
 
-    A rule that reads a section with a known problem is left out: its answer may change with the correction.
+    A rule that reads a section with a problem is left out: its answer may change with the correction.
 
     Args:
         composition: the run.
-        known: the problems of single values.
+        problems: the problems of single values.
         multirun: whether keys about sweeps have an effect.
     """
-    broken, sound = sections_of(known), with_defaults(composition, known)
-    found = {
+    broken, sound = sections_of(problems), with_defaults(composition, problems)
+    by_key = {
         problem.key: problem
         for problem in (
             *unused_keys(sound, multirun=multirun)[0],
-            *(one for broken_by in _RULES for one in broken_by(sound)),
+            *(problem for rule in _RULES for problem in rule(sound)),
         )
         if not broken & {section_of(problem), *_ALSO_READ.get(section_of(problem), ())}
     }
     if isinstance(node := composition.values.get("optimizer"), Mapping):
         limits = (*_parameter_groups(composition, node), *optimizer_limits(composition, ("optimizer",), node))
-        found |= {problem.key: problem for problem in limits}
-    return list(found.values())
+        by_key |= {problem.key: problem for problem in limits}
+    return list(by_key.values())
 
 
-def with_defaults(composition: Composition, known: Iterable[Problem]) -> Composition:
+def with_defaults(composition: Composition, problems: Iterable[Problem]) -> Composition:
     """Return a composition with the defaults in place of each section that has a problem."""
-    defaults, broken = RunConfig().to_dict(), sections_of(known)
+    defaults, broken = RunConfig().to_dict(), sections_of(problems)
     return replace(composition, values=composition.values | {name: defaults[name] for name in broken & {*defaults}})
 
 
@@ -138,15 +138,15 @@ def _length(composition: Composition) -> Iterator[Problem]:
 
 @_RULES.append
 def _step_size(composition: Composition) -> Iterator[Problem]:
-    whole, micro, shards = (composition.values["batch"][key] for key in ("global_size", "micro_size", "accumulation"))
-    if whole is None and (micro is None or shards is None):
+    total, micro, shards = (composition.values["batch"][key] for key in ("global_size", "micro_size", "accumulation"))
+    if total is None and (micro is None or shards is None):
         rule = "a step needs a size. Give it, or both batch.micro_size and batch.accumulation."
         yield composition.problem("batch.global_size", rule, show_value=False)
-    if whole is not None and micro is not None and micro > whole:
-        rule = f"larger than batch.global_size={whole}. Use {whole} or less."
+    if total is not None and micro is not None and micro > total:
+        rule = f"larger than batch.global_size={total}. Use {total} or less."
         yield composition.problem("batch.micro_size", rule, value=micro)
-    if whole is not None and shards is not None and shards > whole:
-        rule = f"more shards than samples: batch.global_size={whole}. Use {whole} or less."
+    if total is not None and shards is not None and shards > total:
+        rule = f"more shards than samples: batch.global_size={total}. Use {total} or less."
         yield composition.problem("batch.accumulation", rule, value=shards)
 
 
@@ -200,18 +200,18 @@ def _named_optimizer(composition: Composition, path: KeyPath, entry: Values, bas
     if schedule is not None and not (isinstance(schedule, Mapping) and TARGET in schedule):
         yield composition.problem((*path, "schedule"), "must be a mapping with _target_.", value=schedule)
     if TARGET not in entry:
-        known = (*OWN_KEYS, *base)
-        yield from (_no_key_of_optimizer(composition, (*path, key), known) for key in entry if key not in known)
-    whole = optimizer_node(base, entry)
-    if whole.get("lr") is None:
+        keys = (*OWN_KEYS, *base)
+        yield from (_no_key_of_optimizer(composition, (*path, key), keys) for key in entry if key not in keys)
+    node = optimizer_node(base, entry)
+    if node.get("lr") is None:
         rule = f"is missing: the base learning rate. Give {dotted((*path, 'lr'))}=VALUE."
         yield composition.problem((*path, "lr"), rule, show_value=False)
-    own = tuple(dotted((*path, key)) for key in entry)
-    yield from (problem for problem in optimizer_limits(composition, path, whole) if problem.key in own)
+    names = tuple(dotted((*path, key)) for key in entry)
+    yield from (problem for problem in optimizer_limits(composition, path, node) if problem.key in names)
 
 
-def _no_key_of_optimizer(composition: Composition, path: KeyPath, known: Iterable[str]) -> Problem:
-    near = closest(path[-1], known)
+def _no_key_of_optimizer(composition: Composition, path: KeyPath, keys: Iterable[str]) -> Problem:
+    near = closest(path[-1], keys)
     hint = f" Did you mean {dotted((*path[:-1], near))}?" if near else ""
     return composition.problem(path, f"no such key of the optimizer.{hint}", show_value=False)
 
@@ -270,10 +270,10 @@ def unused_keys(composition: Composition, *, multirun: bool) -> tuple[list[Probl
 def unused_keys_in_launch(composition: Composition) -> list[Problem]:
     """Find the keys without effect that depend on the classes and on this machine; torch is imported by now."""
     values = composition.values
-    found = dict(one for of in (_of_reading, _of_cuda, _of_one_process) for one in of(values))
-    rule, choice = found.pop("precision", None), composition.choices.get("precision")
+    rules = dict(item for unused in (_of_reading, _of_cuda, _of_one_process) for item in unused(values))
+    rule, choice = rules.pop("precision", None), composition.choices.get("precision")
     problems = [] if rule is None else [composition.problem("precision", rule, value=choice)]
-    return [*problems, *_given(composition, found)]
+    return [*problems, *_on_command_line(composition, rules)]
 
 
 def unused_keys_with_classes(composition: Composition, launcher: str | None) -> list[Problem]:
@@ -283,13 +283,13 @@ def unused_keys_with_classes(composition: Composition, launcher: str | None) -> 
         rule = f"has no effect: {launcher} started the processes and supervises them."
         keys = (f"supervisor.{name}" for name in composition.values["supervisor"])
         rules = {key: rule for key in keys if key not in _OF_EVERY_TASK}
-    return _given(composition, rules)
+    return _on_command_line(composition, rules)
 
 
-def _given(composition: Composition, rules: Mapping[str, str]) -> list[Problem]:
+def _on_command_line(composition: Composition, rules: Mapping[str, str]) -> list[Problem]:
     """Return a problem for each of the keys that the command line gives."""
-    given = [key for key in rules if composition.origin(key).level is Level.command_line]
-    return [composition.problem(key, rules[key], value=lookup(composition.values, path_of(key))) for key in given]
+    keys = [key for key in rules if composition.origin(key).level is Level.command_line]
+    return [composition.problem(key, rules[key], value=lookup(composition.values, path_of(key))) for key in keys]
 
 
 def _without_effect(run: Values) -> Iterator[tuple[str, str]]:
@@ -301,13 +301,13 @@ def _without_effect(run: Values) -> Iterator[tuple[str, str]]:
     yield from ((f"precision.{name}", SCALING_KEYS.reason) for name in SCALING_KEYS.unused(run["precision"]))
     if run["steps"] is not None and (run["stop_at_step"] or 0) >= run["steps"]:
         yield "stop_at_step", f"has no effect: the run has steps={run['steps']}."
-    named, own = run["optimizers"], "has no effect: each of optimizers has its own."
-    entries = [one for one in named.values() if isinstance(one, Mapping)] if isinstance(named, Mapping) else []
+    nodes, reason = run["optimizers"], "has no effect: each of optimizers has its own."
+    entries = [entry for entry in nodes.values() if isinstance(entry, Mapping)] if isinstance(nodes, Mapping) else []
     for name in run["optimizer"] if entries else ():
         if all(name in entry or TARGET in entry for entry in entries):
-            yield f"optimizer.{name}", own
+            yield f"optimizer.{name}", reason
     if entries and all(entry.get("schedule") is not None for entry in entries):
-        yield from ((f"schedule.{name}", own) for name in run["schedule"])
+        yield from ((f"schedule.{name}", reason) for name in run["schedule"])
 
 
 def _unused_in_sweep(composition: Composition) -> Iterator[tuple[str, str]]:

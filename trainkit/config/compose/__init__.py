@@ -127,10 +127,10 @@ class Repository(CachingConfigRepository):
     def _document(self, config_path: str) -> Document | None:
         if (file := self.file_of(config_path)) is not None:
             return read_choice(file)
-        if (found := self.delegate.load_config(config_path)) is None:
+        if (result := self.delegate.load_config(config_path)) is None:
             return None
-        values: Any = OmegaConf.to_container(found.config, resolve=False)
-        header = found.header.get("package")
+        values: Any = OmegaConf.to_container(result.config, resolve=False)
+        header = result.header.get("package")
         return Document(file=Path(config_path), values=values or {}, lines={}, package=header)
 
     def file_of(self, config_path: str) -> Path | None:
@@ -223,8 +223,8 @@ class Composer:
 
     def groups(self) -> list[str]:
         """Return the names of all groups, including the user's own."""
-        found = self.loader.repository.get_group_options("", results_filter=ObjectType.GROUP)
-        return [name for name in found if name != "hydra"]
+        names = self.loader.repository.get_group_options("", results_filter=ObjectType.GROUP)
+        return [name for name in names if name != "hydra"]
 
     def parse(self, overrides: Sequence[str]) -> tuple[list[Override], list[Problem]]:
         """Parse arguments with Hydra's grammar; return a problem for each argument that it cannot read."""
@@ -268,8 +268,8 @@ class Composer:
         with hydra_state():
             composition = CompositionBuilder(self, overrides).run()
             if for_others and (foreign := foreign_keys(composition)):
-                kept = [line for line in overrides if key_of(line) not in foreign]
-                composition = CompositionBuilder(self, kept).run()
+                lines = [line for line in overrides if key_of(line) not in foreign]
+                composition = CompositionBuilder(self, lines).run()
                 texts = (
                     f"{key}: left out, {composition.choices[key.partition('.')[0]]} has no such key" for key in foreign
                 )
@@ -319,8 +319,8 @@ def is_key_of_hydra(key: str) -> bool:
 
 def hydra_choices_of(files: Sequence[ConfigFile]) -> dict[str, str]:
     """Return the choices of Hydra's own groups; the file of highest precedence decides, or else Hydra."""
-    own = [item for item in HydraConf().defaults if isinstance(item, dict)]
-    usual = {f"hydra/{name}": choice for item in own for name, choice in item.items()}
+    defaults = [item for item in HydraConf().defaults if isinstance(item, dict)]
+    usual = {f"hydra/{name}": choice for item in defaults for name, choice in item.items()}
     items = [item for file in files for item in file.document.defaults if is_about_hydra(item)]
     chosen = {group_in(str(key)): value for item in items for key, value in item.items()}
     return {group: str(usual[group]) for group in _PLUGINS} | chosen
@@ -340,15 +340,15 @@ def _plugins(group: str) -> Iterator[tuple[str, type]]:
 def unused_sweep_keys(group: str, choice: str, sweep: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield the keys of `sweep` that have no effect with a choice of a group, and the reasons.
 
-    Its class says so (`unused_keys`); of a class that knows nothing of these keys, the other classes of the group do.
+    Its class declares them (`unused_keys`); for a class that declares none, the other classes of the group do.
 
     Example:
         >>> dict(unused_sweep_keys("hydra/sweeper", "random", {}))["pruner"]
         'has no effect with hydra/sweeper=random: it is for optuna.'
     """
-    found = dict(_plugins(group))
-    known = [found[choice]] if hasattr(found.get(choice), "unused_keys") else dict.fromkeys(found.values())
-    for kind in known:
+    plugins = dict(_plugins(group))
+    kinds = [plugins[choice]] if hasattr(plugins.get(choice), "unused_keys") else dict.fromkeys(plugins.values())
+    for kind in kinds:
         if (declared := getattr(kind, "unused_keys", None)) is not None:
             yield from declared(choice, sweep)
 
@@ -437,7 +437,7 @@ _ARGUMENT: Final = Origin(level=Level.command_line, where=COMMAND_LINE)
 
 def foreign_keys(composition: Composition) -> set[str]:
     """Return keys of the command line that the selected choices lack and other choices of their groups have."""
-    found = set()
+    keys = set()
     for path, origin in composition.origins.items():
         file = next((item for item in composition.files if item.package == path[:1]), None)
         if origin.level is not Level.command_line or len(path) < 2 or file is None or path[1] in file.document.values:
@@ -445,8 +445,8 @@ def foreign_keys(composition: Composition) -> set[str]:
         folders = (*composition.config_dirs, shipped_conf())
         others = [other for folder in folders for other in sorted((folder / path[0]).glob("*.yaml"))]
         if any(path[1] in read_choice(other).values for other in others) and not _takes(composition, file, path[1]):
-            found.add(dotted(path))
-    return found
+            keys.add(dotted(path))
+    return keys
 
 
 def _takes(composition: Composition, file: ConfigFile, key: str) -> bool:
@@ -486,7 +486,7 @@ class CompositionBuilder:
     def __init__(self, composer: Composer, overrides: Sequence[str]) -> None:
         self.composer = composer
         self.repository = Repository(composer.loader.repository)
-        self.given = tuple(overrides)
+        self.overrides = tuple(overrides)
         self.parsed, self.problems = composer.parse(overrides)
         self.problems += repeated(self.parsed)
         self.tree = TrackedTree()
@@ -498,14 +498,14 @@ class CompositionBuilder:
 
     def run(self) -> Composition:
         """Compose: defaults list, layers, arguments, exclusive keys, interpolations."""
-        own = [item for item in self.parsed if not item.is_hydra_override()]
+        arguments = [item for item in self.parsed if not item.is_hydra_override()]
         about_hydra = [item for item in self.parsed if item.is_hydra_override() and not self._refused_of_hydra(item)]
-        task = [item for item in own if not self._refused(item)]
+        task = [item for item in arguments if not self._refused(item)]
         defaults = self._defaults([*task, *self._no_default_recipe(task)])
         files = self._files(defaults)
-        self.problems += self._several()
-        named = {group: [*dict.fromkeys(one.name for one in files if one.group == group)] for group in LIST_GROUPS}
-        choices: dict[str, Any] = dict(sorted({**defaults.overrides.known_choices, **named}.items()))
+        self.problems += self._surplus_choices()
+        lists = {group: [*dict.fromkeys(file.name for file in files if file.group == group)] for group in LIST_GROUPS}
+        choices: dict[str, Any] = dict(sorted({**defaults.overrides.known_choices, **lists}.items()))
         swapped = self._swapped(task, files, choices)
         for name, value in RunConfig().to_dict().items():
             if name not in (*GROUPS, "recipe"):
@@ -518,11 +518,11 @@ class CompositionBuilder:
         for override in about_hydra:
             if "." in override.key_or_group:
                 self._apply(override, self.hydra)
-        for key, told in _NOT_OF_HYDRA.items():  # what Hydra would do around a task and trainkit does not do
-            if given := lookup(self.hydra.values, path := path_of(key)):
-                rule, where = told.format(folder=own_folder()), self.hydra.origin_of(path).where
-                self.problems.append(Problem(key=key, value=given, rule=rule, origin=where))
-        for argument in self.given:  # also one that cannot be parsed: no message quotes its secret
+        for key, template in _NOT_OF_HYDRA.items():  # what Hydra would do around a task and trainkit does not do
+            if setting := lookup(self.hydra.values, path := path_of(key)):
+                rule, where = template.format(folder=own_folder()), self.hydra.origin_of(path).where
+                self.problems.append(Problem(key=key, value=setting, rule=rule, origin=where))
+        for argument in self.overrides:  # also one that cannot be parsed: no message quotes its secret
             if redacted_argument(argument).endswith(f"={REDACTED}"):
                 remember(argument.partition("=")[2].strip("'\""))
         import_marks(self.tree.values, self.composer.packages)
@@ -540,8 +540,8 @@ class CompositionBuilder:
             origins=dict(self.tree.origins),
             choices=choices,
             files=tuple(files),
-            overrides=tuple(item.input_line or "" for item in own),
-            given=tuple(item.key_or_group for item in own),
+            overrides=tuple(item.input_line or "" for item in arguments),
+            given_keys=tuple(item.key_or_group for item in arguments),
             hydra_overrides=tuple(item.input_line or "" for item in about_hydra),
             hydra=hydra,
             hydra_choices=(hydra_choices := hydra_choices_of(files)),
@@ -580,8 +580,8 @@ class CompositionBuilder:
                 tree.put((*path, str(key)), names[key], origin)
             if gone:
                 keys = ", ".join(dotted((*path, str(key))) for key in gone)
-                what = f"the keys that the {file.level.name} set in {path[0]} are dropped with it ({keys})"
-                self.notes.append(f"{swapped[path[0]]}: {what}")
+                text = f"the keys that the {file.level.name} set in {path[0]} are dropped with it ({keys})"
+                self.notes.append(f"{swapped[path[0]]}: {text}")
         if not file.document.values and file.package and file.level == Level.choice:
             self.tree.put(file.package, {}, origin)
 
@@ -604,8 +604,8 @@ class CompositionBuilder:
         """Replace `${...}` by its value; secrets that refer to environment variables stay references."""
         values, config = self.tree.values, None
         remember_secrets(values)
-        kept = reference_paths(values)
-        for path in kept:
+        references = reference_paths(values)
+        for path in references:
             try:
                 dereferenced(lookup(values, path), key=dotted(path))
             except ConfigError as error:
@@ -620,7 +620,7 @@ class CompositionBuilder:
                 rule = "holds a reference that cannot be read. Write ${KEY}, ${oc.env:VARIABLE} or, for text, \\${."
                 self._set(path, value, None, rule)
             else:
-                readable += [(path, value)] if path not in kept else []
+                readable += [(path, value)] if path not in references else []
         for path, value in readable:
             config = config or OmegaConf.create(values)
             try:
@@ -652,8 +652,8 @@ class CompositionBuilder:
         if not isinstance(pattern, str):
             return None
         try:
-            named = {key: value for key, value in values.items() if str(key) in pattern}
-            return Path(expanded(OmegaConf.create({**named, "_folder_": pattern})["_folder_"]))
+            used = {key: value for key, value in values.items() if str(key) in pattern}
+            return Path(expanded(OmegaConf.create({**used, "_folder_": pattern})["_folder_"]))
         except (OmegaConfBaseException, RecursionError, TypeError) as error:
             rule = _unresolved(error)
         origin = self.hydra.origin_of(("hydra", "run", "dir"))
@@ -671,8 +671,8 @@ class CompositionBuilder:
         if key == "hydra":
             rule = "is the node of Hydra itself. Give its keys: hydra.run.dir=DIR."
         elif override.is_sweep_override():
-            several = advice("which trainkit -m trains one after the other", "and one call trains one of them")
-            rule = f"is a list of choices, {several}. As one text: {key}='...'."
+            hint = advice("which trainkit -m trains one after the other", "and one call trains one of them")
+            rule = f"is a list of choices, {hint}. As one text: {key}='...'."
         elif not self.composer.is_group(override):
             return False
         elif override.package is not None:
@@ -710,8 +710,8 @@ class CompositionBuilder:
     def _report(self, override: Override, rule: str) -> None:
         line = override.input_line or ""
         name, separator, value = line.lstrip("+").partition("=")
-        found = {"value": value} if separator else {}
-        self.problems.append(Problem(key=name, rule=rule, origin=COMMAND_LINE, **found))
+        extra = {"value": value} if separator else {}
+        self.problems.append(Problem(key=name, rule=rule, origin=COMMAND_LINE, **extra))
 
     def _exists(self, group: str, name: Any) -> bool:
         return name is None or (isinstance(name, str) and self.repository.config_exists(f"{group}/{name}"))
@@ -735,8 +735,8 @@ class CompositionBuilder:
             try:
                 return create_defaults_list(self.repository, CONFIG, list(remaining), False, False)
             except RecursionError:
-                found = [*self.repository.documents.values()][-1]
-                where = f"{found.file}:{found.defaults_lines[0]}" if found.defaults_lines else ""
+                document = [*self.repository.documents.values()][-1]
+                where = f"{document.file}:{document.defaults_lines[0]}" if document.defaults_lines else ""
                 rule = "files include one another without an end. Remove the item that closes the circle."
                 raise ConfigError([*self.problems, Problem(key="defaults", rule=rule, origin=where)]) from None
             except MissingConfigException as error:
@@ -746,9 +746,9 @@ class CompositionBuilder:
                 self.problems.append(self._missing(missing))
                 self.repository.mark_absent(missing)
             except (HydraException, ValueError, OmegaConfBaseException) as error:
-                named = [item for item in remaining if item.get_key_element() in str(error)]
-                named += [item for item in remaining if item.key_or_group in str(error)]
-                culprit, rule = next(iter(named), None), first_line(error)
+                matches = [item for item in remaining if item.get_key_element() in str(error)]
+                matches += [item for item in remaining if item.key_or_group in str(error)]
+                culprit, rule = next(iter(matches), None), first_line(error)
                 if culprit is not None and culprit.is_delete():
                     rule = "is not the choice of this group, so it cannot be deleted."
                 elif culprit is not None and self.composer.is_group(culprit) and not culprit.is_add():
@@ -769,7 +769,7 @@ class CompositionBuilder:
                     return Problem(key=group, value=name, rule=self._no_choice(group, name), origin=where)
         return Problem(key=group or config_path, value=name, rule=self._no_choice(group, name))
 
-    def _several(self) -> Iterator[Problem]:
+    def _surplus_choices(self) -> Iterator[Problem]:
         """Yield problems of lists of choices that files give to a group of one choice; Hydra would merge them."""
         for document in self.repository.documents.values():
             for item, line in zip(document.defaults, document.defaults_lines, strict=False):
@@ -782,7 +782,7 @@ class CompositionBuilder:
     def _files(self, defaults: DefaultsList) -> list[ConfigFile]:
         """Return the files in ascending precedence: config.yaml, choices, recipes, experiments."""
         files = []
-        shipped = (shipped_conf(), shipped_recipes())
+        roots = (shipped_conf(), shipped_recipes())
         for default in defaults.defaults:
             path = default.config_path or ""
             group, _, name = path.rpartition("/")
@@ -793,9 +793,9 @@ class CompositionBuilder:
                 level = Level.recipe if path.startswith("recipe/") else Level.experiment
             document = self.repository.documents[path]
             package = tuple(part for part in (default.package or "").split(".") if part and part != "_global_")
-            own = any(document.file.is_relative_to(folder) for folder in shipped)
+            shipped = any(document.file.is_relative_to(folder) for folder in roots)
             files.append(
-                ConfigFile(group=group, name=name, package=package, level=level, document=document, shipped=own)
+                ConfigFile(group=group, name=name, package=package, level=level, document=document, shipped=shipped)
             )
         return sorted(files, key=lambda file: file.level)
 
@@ -808,9 +808,9 @@ class CompositionBuilder:
             [file.document for file in reversed(files) if file.level == level]
             for level in (Level.defaults, Level.recipe, Level.experiment)
         )
-        own = {group: "the experiment" for group in GROUPS if [*_chosen_in(experiments, group)]}
+        of_experiment = {group: "the experiment" for group in GROUPS if [*_chosen_in(experiments, group)]}
         sources = {
-            Level.recipe: ([*recipes, *primary], {**own, **arguments}),
+            Level.recipe: ([*recipes, *primary], {**of_experiment, **arguments}),
             Level.experiment: ([*experiments, *recipes, *primary], arguments),
         }
         swapped: dict[Level, dict[str, str]] = {level: {} for level in sources}
@@ -850,18 +850,14 @@ class CompositionBuilder:
                 self._report(override, "there is no such key to delete.")
         else:
             value = override.value()
-            if value == {} and isinstance(lookup(tree.values, path), Mapping) and _is_section(path):
+            is_section = len(path) == 1 and is_dataclass(plain(hints_of(RunConfig).get(path[0])))
+            if value == {} and is_section and isinstance(lookup(tree.values, path), Mapping):
                 rule = f"belongs to every run and cannot be cleared. Give values: {dotted(path)}.KEY=VALUE."
                 self._report(override, rule)
                 return
             if value == {}:
                 tree.remove(path)  # merging an empty mapping would change nothing, but it means to clear the node
             tree.put(path, value, _ARGUMENT)
-
-
-def _is_section(path: KeyPath) -> bool:
-    hint = hints_of(RunConfig).get(path[0])
-    return len(path) == 1 and path[0] not in GROUPS and is_dataclass(plain(hint))
 
 
 def _is_of_schema(path: KeyPath) -> bool:

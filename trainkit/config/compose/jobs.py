@@ -308,8 +308,8 @@ def job_command(packages: Sequence[str]) -> tuple[tuple[str, ...], str]:
     dirs = [source.path for source in hydra.runtime.config_sources if source.provider == "command-line"]
     loader = ComposedConfigLoader(Composer(dirs, packages))
     folder = str(hydra.runtime.output_dir)
-    given: Any = OmegaConf.to_container(hydra.overrides, resolve=False)  # references stay references
-    lines = [*given["task"], *about_one_job(given["hydra"])]
+    overrides: Any = OmegaConf.to_container(hydra.overrides, resolve=False)  # references stay references
+    lines = [*overrides["task"], *about_one_job(overrides["hydra"])]
     return loader.command(lines, Path(folder)), folder
 
 
@@ -324,8 +324,8 @@ def complete(words: str, *, config_dirs: Sequence[str | Path] = ()) -> list[str]
         from hydra._internal.core_plugins.bash_completion import BashCompletion  # noqa: PLC0415 - for a shell only
 
         completion = BashCompletion(ComposedConfigLoader(Composer(config_dirs), lenient=True))
-        found: list[str] = completion._query(config_name=CONFIG, line=words)  # noqa: SLF001
-        return found
+        matches: list[str] = completion._query(config_name=CONFIG, line=words)  # noqa: SLF001
+        return matches
 
 
 def show(composition: Composition, kind: str) -> None:
@@ -375,7 +375,7 @@ def _rule(path: tuple[str, ...], text: str, packages: Sequence[str]) -> str | No
     if path[0] == "callbacks" and len(path) < 3 and "${" in text:
         return f"must be a mapping with {TARGET}."
     if text.startswith("ext://") and text not in _STREAMS:
-        return _of_package(text.removeprefix("ext://"), packages)
+        return _package_rule(text.removeprefix("ext://"), packages)
     return _rule_of_called(path, text, packages) if is_called else None
 
 
@@ -384,17 +384,17 @@ def _rule_of_called(path: tuple[str, ...], text: str, packages: Sequence[str]) -
     if path in (("launcher", TARGET), ("sweeper", TARGET)) and text.startswith(_below(_PLUGINS)):
         return None  # Hydra itself refuses anything that is not a plugin of these two kinds
     if path[0] == "callbacks" and len(path) == 3 and text.startswith(_below(_CALLBACKS)):
-        return _unless(text, (Callback,), "is not a callback of Hydra.")
+        return _kind_rule(text, (Callback,), "is not a callback of Hydra.")
     if path[-1] != TARGET and root_of(text) == "logging":
-        return _unless(text, _LOGGING, "is not a handler, formatter or filter of Python's logging.")
-    return _of_package(text, packages)
+        return _kind_rule(text, _LOGGING, "is not a handler, formatter or filter of Python's logging.")
+    return _package_rule(text, packages)
 
 
 def _below(homes: Sequence[str]) -> tuple[str, ...]:
     return tuple(f"{home}." for home in homes)
 
 
-def _of_package(text: str, packages: Sequence[str]) -> str | None:
+def _package_rule(text: str, packages: Sequence[str]) -> str | None:
     package = root_of(text)
     if package not in packages:
         return f"{package} is not among the packages that Hydra's node may name. To trust it: {trusting(package)}."
@@ -402,6 +402,6 @@ def _of_package(text: str, packages: Sequence[str]) -> str | None:
     return None if root_of(home) == package else f"is defined in {home}, not in {package}. Name it where it is defined."
 
 
-def _unless(text: str, kinds: tuple[type, ...], rule: str) -> str | None:
-    found = imported(text)
-    return None if isinstance(found, type) and issubclass(found, kinds) else rule
+def _kind_rule(text: str, kinds: tuple[type, ...], rule: str) -> str | None:
+    kind = imported(text)
+    return None if isinstance(kind, type) and issubclass(kind, kinds) else rule

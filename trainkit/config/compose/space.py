@@ -102,8 +102,8 @@ class Space:
         ends = [_ends(axis) for axis in self.axes]
         number = max((len(axis.rows) for axis in ends), default=1)
         return [
-            self.point(_by_key(ends, [axis.rows[min(place, len(axis.rows) - 1)] for axis in ends]))
-            for place in range(number)
+            self.point(_by_key(ends, [axis.rows[min(index, len(axis.rows) - 1)] for axis in ends]))
+            for index in range(number)
         ]
 
 

@@ -74,7 +74,7 @@ class KeyFacts:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Place:
+class _Param:
     """The parameter that a path leads to."""
 
     hint: Any = Any
@@ -95,12 +95,12 @@ def facts_of(composition: Composition, path: KeyPath) -> KeyFacts:
         ('a number or null, more than 0', 'seconds', 600.0, 'cosmetic')
     """
     cfg = composition.cfg
-    place = _place(cfg, path)
+    parameter = _parameter_at(cfg, path)
     return KeyFacts(
-        type=type_text(place.hint),
-        unit=unit_of(place.hint),
-        default=_default(composition, path, place),
-        meaning=place.meaning,
+        type=type_text(parameter.hint),
+        unit=unit_of(parameter.hint),
+        default=_default(composition, path, parameter),
+        meaning=parameter.meaning,
         tag=tag_of(cfg, path).tag,
     )
 
@@ -119,7 +119,7 @@ def type_text(hint: Any) -> str:
     return ", ".join([expected(hint), *limits])
 
 
-def _place(cfg: RunConfig, path: KeyPath) -> _Place:
+def _parameter_at(cfg: RunConfig, path: KeyPath) -> _Param:
     if path[0] == "optimizers" and len(path) > 1:
         return _of_named_optimizer(cfg, path)
     if path[0] not in GROUPS or len(path) == 1:
@@ -127,70 +127,70 @@ def _place(cfg: RunConfig, path: KeyPath) -> _Place:
     size = 2 if path[0] in LIST_GROUPS else 1
     node = lookup(getattr(cfg, path[0]), path[1:size])
     if not isinstance(node, Mapping):
-        return _Place()
+        return _Param()
     return _of_node(node, path[size:], {"data": DATA_HOOKS, "optimizer": ("groups",)}.get(path[0], ()))
 
 
-def _of_named_optimizer(cfg: RunConfig, path: KeyPath) -> _Place:
+def _of_named_optimizer(cfg: RunConfig, path: KeyPath) -> _Param:
     entry = cfg.optimizers.get(path[1])
     if not isinstance(entry, Mapping) or len(path) == 2:
-        return _Place(hint=dict[str, Any], meaning=doc_line(RunConfig, "optimizers"))
+        return _Param(hint=dict[str, Any], meaning=doc_line(RunConfig, "optimizers"))
     if path[2] == "schedule" and len(path) > 3:
         return _of_node(entry["schedule"], path[3:], ())
     return _of_node(optimizer_node(cfg.optimizer, entry), path[2:], ("groups", *OWN_KEYS))
 
 
-def _of_fields(kind: type, path: KeyPath) -> _Place:
+def _of_fields(kind: type, path: KeyPath) -> _Param:
     """Return the field of a dataclass, or of a dataclass inside it."""
     hint = hints_of(kind).get(path[0])
     if hint is None:
-        return _Place()
+        return _Param()
     meaning = doc_line(kind, path[0])
     inner = plain(hint)
     if len(path) > 1:
         return _of_fields(inner, path[1:]) if is_dataclass(inner) and isinstance(inner, type) else _entry(hint, meaning)
-    return _Place(hint=hint, meaning=meaning, default=default_of(kind, path[0]))
+    return _Param(hint=hint, meaning=meaning, default=default_of(kind, path[0]))
 
 
-def _of_node(node: Mapping[str, Any], path: KeyPath, group_keys: tuple[str, ...], kind: Expected = ANY_KIND) -> _Place:
+def _of_node(node: Mapping[str, Any], path: KeyPath, group_keys: tuple[str, ...], kind: Expected = ANY_KIND) -> _Param:
     """Return the parameter of the class of a node, or of a node or dataclass inside it."""
     target = resolve_target(node[TARGET], kind) if isinstance(node.get(TARGET), str) else None
     if not path:
-        return _Place(hint=dict[str, Any], meaning=summary(target))
+        return _Param(hint=dict[str, Any], meaning=summary(target))
     name, key = path[0], signature_of(target).keys.get(path[0]) if target is not None else None
     if name == TARGET or (key is None and name in group_keys):
         hint, meaning = GROUP_KEY_DOCS[name]
         if name == "groups" and len(path) == 3:  # a key of one group of parameters
             return _of_node(node, path[2:], ("match",))
-        found = _Place(hint=hint, meaning=meaning, default=None)
+        parameter = _Param(hint=hint, meaning=meaning, default=None)
     else:
         meaning = doc_line(target, name)
-        found = _Place(hint=key.hint if key else Any, meaning=meaning, default=default_of(target, name))
-    return found if len(path) == 1 else _below(node, path, found)
+        parameter = _Param(hint=key.hint if key else Any, meaning=meaning, default=default_of(target, name))
+    return parameter if len(path) == 1 else _below(node, path, parameter)
 
 
-def _below(node: Mapping[str, Any], path: KeyPath, found: _Place) -> _Place:
-    """Return the place to which a path leads inside the parameter `path[0]` of a node."""
+def _below(node: Mapping[str, Any], path: KeyPath, parameter: _Param) -> _Param:
+    """Return what a path leads to inside the parameter `path[0]` of a node."""
     inner = node.get(path[0])
     if isinstance(inner, Mapping) and TARGET in inner:
         return _of_node(inner, path[1:], (), PLACES.get(f"data.{path[0]}", ANY_KIND))
-    section = plain(found.hint)
+    section = plain(parameter.hint)
     if is_dataclass(section) and isinstance(section, type):
         return _of_fields(section, path[1:])
     below = lookup(inner, path[1:-1])
     if isinstance(below, Mapping) and TARGET in below:
         return _of_node(below, path[-1:], ())
-    return _entry(found.hint, found.meaning)
+    return _entry(parameter.hint, parameter.meaning)
 
 
-def _entry(hint: Any, meaning: str) -> _Place:
-    """Return the place of an entry with a free name in a mapping."""
+def _entry(hint: Any, meaning: str) -> _Param:
+    """Return the parameter of an entry with a free name in a mapping."""
     members = [plain(item) for item in (hint, *typing.get_args(plain(hint)))]
     mappings = [
         item for item in members if isinstance(typing.get_origin(item), type) and len(typing.get_args(item)) == 2
     ]
     value = typing.get_args(mappings[0])[1] if mappings else Any
-    return _Place(hint=value, meaning=meaning, default=None)
+    return _Param(hint=value, meaning=meaning, default=None)
 
 
 def default_of(target: Any, name: str) -> Any:
@@ -201,20 +201,20 @@ def default_of(target: Any, name: str) -> Any:
         >>> default_of(Mlp, "dropout"), default_of(Mlp, "hidden"), default_of(RunConfig, "model")
         (0.0, '???', {})
     """
-    found = next((item for item in fields(target) if item.name == name), None) if is_dataclass(target) else None
-    if found is not None and found.default_factory is not MISSING:
-        return to_jsonable_python(found.default_factory(), serialize_unknown=True)
+    declared = next((item for item in fields(target) if item.name == name), None) if is_dataclass(target) else None
+    if declared is not None and declared.default_factory is not MISSING:
+        return to_jsonable_python(declared.default_factory(), serialize_unknown=True)
     key = signature_of(target).keys.get(name)
     return REQUIRED if key is None or key.required else to_jsonable_python(key.default, serialize_unknown=True)
 
 
-def _default(composition: Composition, path: KeyPath, place: _Place) -> Any:
+def _default(composition: Composition, path: KeyPath, parameter: _Param) -> Any:
     """Return the value of the choice's file or of conf/config.yaml, else the default of the class."""
     size = 2 if path[0] in LIST_GROUPS else 1
     target = lookup(composition.values, (*path[:size], TARGET)) if path[0] in GROUPS else None
-    found = (
+    values = (
         value
         for _, file, value in composition.set_below_recipe(path)
         if file.level is Level.defaults or file.document.values.get(TARGET) == target
     )
-    return next(found, place.default)
+    return next(values, parameter.default)

@@ -106,14 +106,14 @@ class _ConfigSchema:
 
     @cached_property
     def choices(self) -> list[_Choice]:
-        found = []
+        choices = []
         for group in GROUPS:
             for name, document in self.alternatives.documents(group).items():
                 kind = target_of(document.values, PLACES[group])
                 if kind is not None:
                     target = str(document.values[TARGET])
-                    found.append(_Choice(group=group, name=name, target=target, kind=kind, document=document))
-        return found
+                    choices.append(_Choice(group=group, name=name, target=target, kind=kind, document=document))
+        return choices
 
     def _of_group(self, group: str) -> list[_Choice]:
         return [choice for choice in self.choices if choice.group == group]
@@ -139,26 +139,26 @@ class _ConfigSchema:
                 properties[name] = self._key(hint, doc_line(RunConfig, name), default, tag)
         properties["defaults"] = {"$ref": "#/$defs/defaults"}
         properties["hydra"] = {**_FREE, "description": "Hydra's own settings."}
-        chosen = [self._given(choice) for choice in self.choices if choice.group not in LIST_GROUPS]
+        chosen = [self._selected_by(choice) for choice in self.choices if choice.group not in LIST_GROUPS]
         return {"type": "object", "properties": properties, "additionalProperties": False, "allOf": chosen}
 
     def _list_of(self, group: str, node: Schema) -> Schema:
         """Return the schema of a group at the root: its node, or with several choices a node for each name."""
         if group not in LIST_GROUPS:
             return node
-        named = {choice.name: self._named(choice) for choice in self._of_group(group)}
-        return {**_FREE, "properties": named, "additionalProperties": node}
+        properties = {choice.name: self._node_of(choice) for choice in self._of_group(group)}
+        return {**_FREE, "properties": properties, "additionalProperties": node}
 
-    def _given(self, choice: _Choice) -> Schema:
+    def _selected_by(self, choice: _Choice) -> Schema:
         """Return the rule that a file which selects a choice takes the keys of this choice."""
         override = f"override /{choice.group}"
         item = {"type": "object", "required": [override], "properties": {override: {"const": choice.name}}}
         return {
             "if": {"required": ["defaults"], "properties": {"defaults": {"type": "array", "contains": item}}},
-            "then": {"properties": {choice.group: self._named(choice)}},
+            "then": {"properties": {choice.group: self._node_of(choice)}},
         }
 
-    def _named(self, choice: _Choice) -> Schema:
+    def _node_of(self, choice: _Choice) -> Schema:
         """Return the schema of the node of a choice: the keys of its class, unless the node names another class."""
         other = {"$ref": f"#/$defs/node.{choice.group}"}
         return {"if": {"required": [TARGET]}, "then": other, "else": choice.reference}
@@ -192,13 +192,13 @@ class _ConfigSchema:
 
     def _any_choice(self, group: str) -> Schema:
         """Return the schema of the keys of any choice of a group."""
-        found: dict[str, list[Schema]] = {}
+        variants: dict[str, list[Schema]] = {}
         classes = [self._class(choice) for choice in self._of_group(group)]
         for schema in classes:
             for name, key in schema["properties"].items():
-                if key not in found.setdefault(name, []):
-                    found[name].append(key)
-        merged = {name: keys[0] if len(keys) == 1 else {"anyOf": keys} for name, keys in found.items()}
+                if key not in variants.setdefault(name, []):
+                    variants[name].append(key)
+        merged = {name: keys[0] if len(keys) == 1 else {"anyOf": keys} for name, keys in variants.items()}
         if group == "optimizer":
             merged |= {name: _group_key(name) for name in OWN_KEYS}
         closed = bool(classes) and not any(schema["additionalProperties"] for schema in classes)
@@ -236,8 +236,8 @@ class _ConfigSchema:
 
     def _groups(self, keys: Mapping[str, Schema]) -> Schema:
         """Return the schema of `groups`: patterns, and the keys of the optimizer that differ."""
-        own = {name: key for name, key in keys.items() if name != TARGET}
-        entry = {"type": "object", "properties": {"match": _group_key("match"), **own}, "additionalProperties": False}
+        rest = {name: key for name, key in keys.items() if name != TARGET}
+        entry = {"type": "object", "properties": {"match": _group_key("match"), **rest}, "additionalProperties": False}
         return {**_group_key("groups"), "additionalProperties": entry}
 
     def _section(self, kind: Any, defaults: Mapping[str, Any]) -> None:
@@ -270,7 +270,7 @@ class _ConfigSchema:
         names = {group: sorted(self.alternatives.documents(group)) for group in GROUPS}
         names["recipe"] = sorted(folder.name for folder in shipped_recipes().iterdir() if folder.is_dir())
         keys = {
-            key: _choice_of(group, known) for group, known in names.items() for key in (group, f"override /{group}")
+            key: _choice_of(group, choices) for group, choices in names.items() for key in (group, f"override /{group}")
         }
         return {
             "description": "Hydra's defaults list: the choice of each group.",
@@ -279,9 +279,9 @@ class _ConfigSchema:
         }
 
 
-def _choice_of(group: str, known: Sequence[str]) -> Schema:
+def _choice_of(group: str, choices: Sequence[str]) -> Schema:
     """Return the schema of the choice of a group; the user may have choices of other names."""
-    word: Schema = {"anyOf": [{"enum": list(known)}, {"type": "string"}]}
+    word: Schema = {"anyOf": [{"enum": list(choices)}, {"type": "string"}]}
     return {
         "anyOf": [
             *word["anyOf"],

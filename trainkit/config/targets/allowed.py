@@ -144,12 +144,12 @@ def _package_problem(name: str) -> str | None:
         return f"must be only the first part of the module's name: {trusting(root)}."
     if not name.isidentifier():
         return "must be the name of a package: letters, digits and _ only."
-    if not _is_there(name):
+    if not _is_importable(name):
         return "there is no such package. Install it, or start trainkit in the folder that holds it."
     return None
 
 
-def _is_there(package: str) -> bool:
+def _is_importable(package: str) -> bool:
     if package in sys.modules:
         return sys.modules[package] is not None
     try:
@@ -212,7 +212,7 @@ def _shadow_problem(package: str) -> str | None:
     if package == "torch" or package in sys.modules:
         return None
     spec = importlib.util.find_spec(package)
-    places = [] if spec is None else [Path(place) for place in spec.submodule_search_locations or [spec.origin or "."]]
-    if any(place.absolute().parent == Path.cwd() for place in places):
+    paths = [] if spec is None else [Path(path) for path in spec.submodule_search_locations or [spec.origin or "."]]
+    if any(path.absolute().parent == Path.cwd() for path in paths):
         return f"{package} is not installed, and the folder {package} here is not imported in its place."
     return None

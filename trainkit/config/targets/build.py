@@ -93,11 +93,11 @@ def resolve_target(path: str, expected: Expected = ANY_KIND) -> Any:
     """
     rule = name_problem(path, allowed_packages())
     if rule is None:
-        found = imported(path)
-        rule = target_problem(path, found, expected)
+        target = imported(path)
+        rule = target_problem(path, target, expected)
     if rule is not None:
         raise _unknown(path, rule)
-    return found
+    return target
 
 
 def target_of(node: Any, expected: Expected = ANY_KIND) -> Any:
@@ -140,20 +140,20 @@ def imported(path: str) -> Any:
     for length in range(len(parts) - 1, 0, -1):
         module_name = ".".join(parts[:length])
         try:
-            found: Any = importlib.import_module(module_name)
+            target: Any = importlib.import_module(module_name)
         except ModuleNotFoundError as error:
             if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
                 continue
             raise _unknown(path, _install(error.name)) from error
         for name in parts[length:]:
-            if not hasattr(found, name):
+            if not hasattr(target, name):
                 raise _unknown(path, f"there is no {name} in {module_name}.")
-            found = getattr(found, name)
-            if isinstance(found, ModuleType) and root_of(found.__name__) != parts[0]:
-                raise _unknown(path, f"{name} is the module {found.__name__}, which {module_name} imports for itself.")
-        if not callable(found):
+            target = getattr(target, name)
+            if isinstance(target, ModuleType) and root_of(target.__name__) != parts[0]:
+                raise _unknown(path, f"{name} is the module {target.__name__}, which {module_name} imports for itself.")
+        if not callable(target):
             raise _unknown(path, "is neither a class nor a function.")
-        return found
+        return target
     if parts[0] in _EXTRAS:
         raise _unknown(path, _install(parts[0]))
     raise _unknown(path, f"there is no module {parts[0]}. Is it installed, or in the current folder?")
@@ -190,13 +190,13 @@ def _signature(target: Callable[..., Any]) -> Signature:
     except (TypeError, ValueError):
         return Signature(keys={}, takes_more=True)
     hints = signature_hints(target)
-    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     keys = {
         item.name: Key(
             hint=hints.get(item.name, Any), required=item.default is inspect.Parameter.empty, default=item.default
         )
         for item in parameters
-        if item.kind in named
+        if item.kind in by_name
     }
     keys |= {name: Key(hint=Any, required=False) for name in keys_set_as_attributes(target) if name not in keys}
     takes_more = any(item.kind is inspect.Parameter.VAR_KEYWORD for item in parameters)
@@ -206,12 +206,12 @@ def _signature(target: Callable[..., Any]) -> Signature:
 _signature_of_class: Final = lru_cache(maxsize=512)(_signature)  # one check of a config asks 30 times
 
 
-def build(node: Mapping[str, Any], place: str | None = None, /, **injected: Any) -> Any:
+def build(node: Mapping[str, Any], group: str | None = None, /, **injected: Any) -> Any:
     """Build the object that a node describes, after the objects inside it.
 
     Args:
         node: plain values with `_target_`; nested nodes with `_target_`, also in lists, are built too.
-        place: the group of the node, which decides what kind of class it accepts; None accepts any kind.
+        group: the group of the node, which decides what kind of class it accepts; None accepts any kind.
         injected: further arguments, such as an optimizer's `params`.
 
     Returns:
@@ -226,7 +226,7 @@ def build(node: Mapping[str, Any], place: str | None = None, /, **injected: Any)
         >>> build({"_target_": "torch.nn.Linear", "in_features": 3, "out_features": 2}, "model")
         Linear(in_features=3, out_features=2, bias=True)
     """
-    return _build(node, PLACES.get(place or "", ANY_KIND), (place,) if place else (), injected)
+    return _build(node, PLACES.get(group or "", ANY_KIND), (group,) if group else (), injected)
 
 
 def hooks_in(node: Mapping[str, Any]) -> dict[str, Any]:
@@ -235,9 +235,9 @@ def hooks_in(node: Mapping[str, Any]) -> dict[str, Any]:
 
     A key that is a parameter of the class belongs to the class.
     """
-    given = [key for key in DATA_HOOKS if key in node]
-    own = signature_of(resolve_target(node[TARGET], PLACES["data"])).keys if given else {}
-    return {key: node[key] for key in given if key not in own}
+    hooks = [key for key in DATA_HOOKS if key in node]
+    parameters = signature_of(resolve_target(node[TARGET], PLACES["data"])).keys if hooks else {}
+    return {key: node[key] for key in hooks if key not in parameters}
 
 
 def build_callable(value: str | Mapping[str, Any], key: str) -> Callable[..., Any]:
@@ -257,11 +257,11 @@ def build_callable(value: str | Mapping[str, Any], key: str) -> Callable[..., An
     target, arguments = _prepared(value, PLACES[key], path)
     if not isinstance(target, type):
         return partial(target, **arguments) if arguments else target
-    made = target(**arguments)
-    if not callable(made):
+    instance = target(**arguments)
+    if not callable(instance):
         rule = f"an object of {target.__name__} cannot be called: it has no method __call__."
         raise ConfigError([Problem(key=key, value=value[TARGET], rule=rule)])
-    return typing.cast("Callable[..., Any]", made)
+    return typing.cast("Callable[..., Any]", instance)
 
 
 def _build(node: Mapping[str, Any], expected: Expected, path: tuple[str, ...], injected: Mapping[str, Any]) -> Any:
@@ -303,7 +303,7 @@ def _as(value: Any, hint: Any) -> Any:
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if arguments and origin not in (list, tuple, dict):
         members = [plain(member) for member in arguments]
-        return next((made for member in members if (made := _as(value, member)) is not value), value)
+        return next((converted for member in members if (converted := _as(value, member)) is not value), value)
     if isinstance(value, list) and (origin or hint) is tuple:
         return tuple(_as(item, arguments[0]) if arguments else item for item in value)
     if isinstance(value, str) and isinstance(hint, type) and issubclass(hint, PurePath):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import is_dataclass, replace
 from typing import Any, Final
 
@@ -40,8 +41,8 @@ def unchecked_keys(path: KeyPath, node: Mapping[str, Any]) -> list[str]:
     signature = signature_of(resolve_target(node[TARGET]))
     if not signature.takes_more:
         return []
-    known = (*signature.keys, *GROUP_KEYS.get(path[0], ()), TARGET)
-    return [dotted((*path, name)) for name in node if name not in known]
+    keys = (*signature.keys, *GROUP_KEYS.get(path[0], ()), TARGET)
+    return [dotted((*path, name)) for name in node if name not in keys]
 
 
 def _nested(node: Mapping[str, Any], path: KeyPath) -> Iterator[tuple[KeyPath, Mapping[str, Any]]]:
@@ -59,8 +60,8 @@ def _nodes_in(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Mapping[str,
 
 
 def _validates_itself(path: KeyPath, target: Any) -> bool:
-    ours = getattr(target, "__module__", "").startswith("trainkit.")
-    return path[0] in _CHEAP and ours and inspect.isclass(target) and is_dataclass(target)
+    is_shipped = getattr(target, "__module__", "").startswith("trainkit.")
+    return path[0] in _CHEAP and is_shipped and inspect.isclass(target) and is_dataclass(target)
 
 
 class OtherChoices:
@@ -77,24 +78,23 @@ class OtherChoices:
     def documents(self, group: str) -> dict[str, Document]:
         """Return choice -> its file, without broken files: the composition does not use them."""
         if group not in self._documents:
-            found: dict[str, Document] = {}
+            documents: dict[str, Document] = {}
             for folder in (*self.composition.config_dirs, shipped_conf()):
                 for file in sorted((folder / group).glob("*.yaml")):
-                    if file.stem in found:
+                    if file.stem in documents:
                         continue
-                    try:
-                        found[file.stem] = read_choice(file)
-                    except ConfigError:
-                        continue
-            self._documents[group] = found
+                    with suppress(ConfigError):
+                        documents[file.stem] = read_choice(file)
+            self._documents[group] = documents
         return self._documents[group]
 
-    def unknown(self, path: KeyPath, name: str, choice: str, known: Iterable[str]) -> Problem:
+    def unknown(self, path: KeyPath, name: str, choice: str, names: Iterable[str]) -> Problem:
         """Return the problem of an unknown key, with the choices that have this key or the closest known key."""
+        keys = [key for key in names if not key.startswith("_")]
         group = path[0]
         rule = f"no such key in {choice}."
         owners = [other for other, document in self.documents(group).items() if name in document.values]
-        near = closest(name, [key for key in known if not key.startswith("_")])
+        near = closest(name, keys)
         if owners and near is None and len(path) == 1:
             rule += (
                 f" It belongs to {', '.join(owners)}: add {group}={owners[0] if len(owners) == 1 else 'ONE OF THEM'}."
@@ -102,7 +102,6 @@ class OtherChoices:
         elif near is not None:
             rule += f" Did you mean {dotted((*path, near))}?"
         else:
-            keys = [key for key in known if not key.startswith("_")]
             rule += f" There are: {', '.join(keys)}." if keys else " It has none."
         key = (*path, name)
         return UnknownKey(key=dotted(key), rule=rule, origin=self.composition.origin(key).where)
@@ -137,8 +136,9 @@ class NodeCheck(OtherChoices):
         """Yield what is wrong with a key of `data` that names code: a dotted name, or a node with `_target_`."""
         node = {TARGET: value} if isinstance(value, str) else value
         if isinstance(node, Mapping) and TARGET in node:
-            for one in self.problems(path, node, PLACES[dotted(path)]):
-                yield replace(one, key=one.key.removesuffix(f".{TARGET}")) if isinstance(value, str) else one
+            suffix = f".{TARGET}" if isinstance(value, str) else ""
+            for problem in self.problems(path, node, PLACES[dotted(path)]):
+                yield replace(problem, key=problem.key.removesuffix(suffix))
         elif value is not None:
             rule = "must be the dotted name of a function or class, package.module.name, or a mapping with _target_."
             yield self.composition.problem(path, rule, value=value)
@@ -153,18 +153,18 @@ class NodeCheck(OtherChoices):
         if dotted(path) in PLACES and not top and not isinstance(target, type):
             injected = tuple(signature.keys)[:1]  # what a function of `data` is called with
         extra = [key for key in GROUP_KEYS.get(group, ()) if key not in signature.keys] if top else []
-        known = {name: key for name, key in signature.keys.items() if name not in injected}
+        keys = {name: key for name, key in signature.keys.items() if name not in injected}
         for name, value in node.items():
             if name == TARGET or name in extra:
                 continue
-            if name in known:
-                yield from self._value_problems((*path, name), value, known[name])
+            if name in keys:
+                yield from self._value_problems((*path, name), value, keys[name])
             elif name in injected:
                 rule = "is set by trainkit: it is not a key of the config."
                 yield self.composition.problem((*path, name), rule, show_value=False)
             elif not signature.takes_more:
-                yield self.unknown(path, name, self._name_of(path, target), tuple(dict.fromkeys((*known, *extra))))
-        missing = [name for name, key in known.items() if key.required and name not in node]
+                yield self.unknown(path, name, self._name_of(path, target), tuple(dict.fromkeys((*keys, *extra))))
+        missing = [name for name, key in keys.items() if key.required and name not in node]
         for name in missing:
             rule = f"is missing: {self._name_of(path, target)} needs it. Give {dotted((*path, name))}=VALUE."
             yield self.composition.problem((*path, name), rule, show_value=False)
@@ -195,9 +195,9 @@ class NodeCheck(OtherChoices):
         mark = next(iter(marks_in(hint, Reads)), None)
         if mark is None or not self.composition.reads_files:
             return
-        made = bool(mark.unless) and lookup(self.composition.values, (*path[:-1], mark.unless)) is True
+        optional = bool(mark.unless) and lookup(self.composition.values, (*path[:-1], mark.unless)) is True
         for name in value if isinstance(value, list) else [value]:
-            if isinstance(name, str) and name not in mark.words and (rule := mark.rule(name, may_be_absent=made)):
+            if isinstance(name, str) and name not in mark.words and (rule := mark.rule(name, may_be_absent=optional)):
                 yield self.composition.problem(path, rule, value=value)
 
     def _section_problems(self, path: KeyPath, values: Mapping[str, Any], kind: Any) -> Iterator[Problem]:

@@ -69,48 +69,48 @@ def keys_declared(name: str) -> dict[str, Any]:
 
 def _declared(module: str, kind: str) -> dict[str, _Default]:
     """Return the parameters of a class: the fields of a dataclass and its bases, or those of the constructor."""
-    module, found = _definition(module, kind)
+    module, node = _definition(module, kind)
     keys: dict[str, _Default] = {}
-    if not isinstance(found, ast.ClassDef):
+    if not isinstance(node, ast.ClassDef):
         return keys
-    for base in reversed(found.bases):
+    for base in reversed(node.bases):
         keys |= _declared(module, base.id) if isinstance(base, ast.Name) else {}
-    if any("dataclass" in ast.unparse(one) for one in found.decorator_list):
-        return keys | {name: (module, value) for name, value in _fields(found)}
-    for made in (one for one in found.body if isinstance(one, ast.FunctionDef) and one.name == "__init__"):
-        given = made.args
-        defaults = [*[None] * (len(given.args) - len(given.defaults)), *given.defaults, *given.kw_defaults]
-        pairs = zip([*given.args, *given.kwonlyargs], defaults, strict=True)
-        keys = {one.arg: (module, value) for one, value in pairs if one.arg != "self"}
+    if any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list):
+        return keys | {name: (module, value) for name, value in _fields(node)}
+    for init in (item for item in node.body if isinstance(item, ast.FunctionDef) and item.name == "__init__"):
+        args = init.args
+        defaults = [*[None] * (len(args.args) - len(args.defaults)), *args.defaults, *args.kw_defaults]
+        pairs = zip([*args.args, *args.kwonlyargs], defaults, strict=True)
+        keys = {parameter.arg: (module, value) for parameter, value in pairs if parameter.arg != "self"}
     return keys
 
 
 def _fields(kind: ast.ClassDef) -> Iterator[tuple[str, ast.expr | None]]:
     """Yield the fields that the constructor of a dataclass takes, each with the expression of its default."""
-    for one in kind.body:
-        if not isinstance(one, ast.AnnAssign) or "ClassVar" in ast.unparse(one.annotation):
+    for field in kind.body:
+        if not isinstance(field, ast.AnnAssign) or "ClassVar" in ast.unparse(field.annotation):
             continue
         options: dict[str | None, ast.expr] = {}
-        if isinstance(one.value, ast.Call):
-            options = {option.arg: option.value for option in one.value.keywords}
+        if isinstance(field.value, ast.Call):
+            options = {option.arg: option.value for option in field.value.keywords}
         if "init" in options:
             continue
-        value, made = options.get("default", one.value), options.get("default_factory")
-        if isinstance(made, ast.Lambda):
-            value = made.body
-        elif isinstance(made, ast.Name):
-            value = ast.Dict(keys=[], values=[]) if made.id == "dict" else ast.List(elts=[])
-        yield ast.unparse(one.target), value
+        value, factory = options.get("default", field.value), options.get("default_factory")
+        if isinstance(factory, ast.Lambda):
+            value = factory.body
+        elif isinstance(factory, ast.Name):
+            value = ast.Dict(keys=[], values=[]) if factory.id == "dict" else ast.List(elts=[])
+        yield ast.unparse(field.target), value
 
 
 def _value(module: str, node: ast.expr | None) -> Any:
     """Return a default as YAML holds it."""
     if isinstance(node, ast.Name):
-        module, found = _definition(module, node.id)
-        return _value(module, getattr(found, "value", None))
+        module, statement = _definition(module, node.id)
+        return _value(module, getattr(statement, "value", None))
     if isinstance(node, ast.Call):  # of a dataclass
-        given = {str(one.arg): (module, one.value) for one in node.keywords}
-        keys = _declared(module, ast.unparse(node.func)) | given
+        keywords = {str(keyword.arg): (module, keyword.value) for keyword in node.keywords}
+        keys = _declared(module, ast.unparse(node.func)) | keywords
         return {key: _value(*default) for key, default in keys.items()}
     value = REQUIRED if node is None else ast.literal_eval(node)
     return [*value] if isinstance(value, tuple) else value
@@ -126,10 +126,10 @@ def _definition(module: str, name: str) -> tuple[str, ast.stmt | None]:
     text = _source(module)
     if start := re.search(rf"^(?:@.*\n)*(?:class {name}\b|{name}\b *[:=]).*", text, re.MULTILINE):
         end = re.compile(r"^[^\s)\]}]", re.MULTILINE).search(text, start.end())
-        own = text[start.start() : end.start() if end else None]
-        if "    def __init__" not in own:
-            own = re.split(r"^    (?:@|def )", own, maxsplit=1, flags=re.MULTILINE)[0]
-        return module, ast.parse(own).body[0]
+        source = text[start.start() : end.start() if end else None]
+        if "    def __init__" not in source:
+            source = re.split(r"^    (?:@|def )", source, maxsplit=1, flags=re.MULTILINE)[0]
+        return module, ast.parse(source).body[0]
     for home, names in re.findall(r"^from (trainkit\.\S+) import ([^(\n]+|\([^)]*\))", text, re.MULTILINE):
         if name in re.findall(r"\w+", names):
             return _definition(home, name)

@@ -155,12 +155,12 @@ def target_problem(path: str, target: Any, expected: Expected = ANY_KIND) -> str
     if package not in ALLOWED_PACKAGES:
         return None
     if not isinstance(target, type):
-        made = _made_by(path, target)
-        if made is None:
+        built = _built_kind(path, target)
+        if built is None:
             return (
                 f"is a function; of {package} a config may name classes{_BUILDERS.get(package, '')} only. {own_code()}"
             )
-        return _misplaced(made, expected)
+        return _misplaced(built, expected)
     return _class_problem(package, target, expected)
 
 
@@ -176,12 +176,12 @@ def _class_problem(package: str, target: type, expected: Expected) -> str | None
     return None
 
 
-def _misplaced(made: Kind | type, expected: Expected) -> str | None:
+def _misplaced(built: Kind | type, expected: Expected) -> str | None:
     """Return why the result of a builder does not fit its place; None if it does."""
-    if isinstance(made, type):
-        return _class_problem(root_of(made.__module__), made, expected)
-    wanted = [kind for kind in expected.kinds if not expected.classes or any(map(kind.holds, expected.classes))]
-    return None if made in wanted else _unfit(expected)
+    if isinstance(built, type):
+        return _class_problem(root_of(built.__module__), built, expected)
+    accepted = [kind for kind in expected.kinds if not expected.classes or any(map(kind.holds, expected.classes))]
+    return None if built in accepted else _unfit(expected)
 
 
 def _unfit(expected: Expected) -> str:
@@ -192,7 +192,7 @@ def _unfit(expected: Expected) -> str:
     return f"is not of a kind that a config may name. {own_code()}"
 
 
-def _made_by(path: str, target: Any) -> Kind | type | None:
+def _built_kind(path: str, target: Any) -> Kind | type | None:
     """Return the kind or class of the object that a builder of the six packages makes; None for any other function."""
     if path == "timm.create_model":
         return _MODEL
@@ -263,8 +263,8 @@ def keys_set_as_attributes(target: Any) -> tuple[str, ...]:
     """
     if not isinstance(target, type) or not _CONFIG.holds(target):
         return ()
-    found = (name for base in target.__mro__ for name, value in vars(base).items() if getattr(value, "fset", None))
-    return tuple(dict.fromkeys(name for name in found if not name.startswith("_")))
+    settable = (name for base in target.__mro__ for name, value in vars(base).items() if getattr(value, "fset", None))
+    return tuple(dict.fromkeys(name for name in settable if not name.startswith("_")))
 
 
 def expected_by(hint: Any) -> Expected:
@@ -274,9 +274,9 @@ def expected_by(hint: Any) -> Expected:
         >>> expected_by(Any) is ANY_KIND, expected_by(dict[str, Any]) is ANY_KIND, expected_by(int).classes
         (True, True, (<class 'int'>,))
     """
-    found = list(_classes_in(hint))
-    classes = tuple(item for item in found if item is not None)
-    return ANY_KIND if not classes or len(classes) < len(found) else Expected(kinds=ANY_KIND.kinds, classes=classes)
+    members = list(_classes_in(hint))
+    classes = tuple(item for item in members if item is not None)
+    return ANY_KIND if not classes or len(classes) < len(members) else Expected(kinds=ANY_KIND.kinds, classes=classes)
 
 
 def _classes_in(hint: Any) -> Iterator[type | None]:
@@ -307,8 +307,8 @@ def _home_of(target: Any) -> str:
     if isinstance(target, ModuleType):
         return target.__name__
     function = target.__func__ if isinstance(target, MethodType) else target
-    found = getattr(function, "__module__", None)
-    return found if isinstance(found, str) else ""
+    module = getattr(function, "__module__", None)
+    return module if isinstance(module, str) else ""
 
 
 def _full_name(kind: type) -> str:

@@ -40,7 +40,7 @@ def run(call: Call) -> int:
     except ConfigError as error:
         if type(error) is not ConfigError:
             raise
-        raise composition.with_origins(ConfigError(_about_given(error.problems, composition.given))) from None
+        raise composition.with_origins(ConfigError(_about_given(error.problems, composition.given_keys))) from None
 
 
 def _about_given(problems: Sequence[Problem], given: Collection[str]) -> Iterator[Problem]:
