@@ -112,8 +112,8 @@ def own_address(towards: str = _UNREACHED) -> str | None:
         family, kind, protocol, _, target = socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.connect(target)
-            found: str = probe.getsockname()[0]
-            return found
+            address: str = probe.getsockname()[0]
+            return address
     return None
 
 

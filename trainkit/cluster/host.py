@@ -36,7 +36,7 @@ _LARGEST_ON_HEAP: Final = 32 * 2**20
 """Bytes of the largest block that glibc can be told to take from its heap."""
 _SHORT_LIVED: Final = 2**20
 _TRIM_DEFAULT: Final = 2**17
-_KEPT_AT_THE_END: Final = 2**30
+_TRIM_LATE: Final = 2**30
 _MALLOC_VARIABLES: Final = ("MALLOC_", "GLIBC_TUNABLES")
 
 
@@ -80,8 +80,8 @@ class ProcessId:
     @classmethod
     def of(cls, pid: int) -> ProcessId:
         """Return the id of this process, or of a child that was not reaped yet."""
-        found = _stat(Path(f"/proc/{pid}"))
-        return cls(pid, found[1] if found else 0)
+        stat = _stat(Path(f"/proc/{pid}"))
+        return cls(pid, stat[1] if stat else 0)
 
     @property
     def state(self) -> str:
@@ -92,10 +92,10 @@ class ProcessId:
             >>> ProcessId.of(os.getpid()).state
             'R'
         """
-        found = _stat(Path(f"/proc/{self.pid}"))
-        if found is None and not Path("/proc/self/stat").exists():
+        stat = _stat(Path(f"/proc/{self.pid}"))
+        if stat is None and not Path("/proc/self/stat").exists():
             return ""
-        return found[0] if found is not None and found[1] == self.started else "gone"
+        return stat[0] if stat is not None and stat[1] == self.started else "gone"
 
     @property
     def lives(self) -> bool:
@@ -118,10 +118,10 @@ def host_id() -> int:
     return int.from_bytes(hashlib.sha256("\n".join(parts).encode()).digest()[:8], "little") >> 1
 
 
-def _stat(place: Path) -> tuple[str, int] | None:
+def _stat(folder: Path) -> tuple[str, int] | None:
     """Return the state and start time of a process or thread, by its folder in /proc; None if it does not exist."""
     try:
-        text = (place / "stat").read_text(encoding="ascii", errors="replace")
+        text = (folder / "stat").read_text(encoding="ascii", errors="replace")
     except OSError:
         return None
     fields = text.rpartition(")")[2].split()  # the process name before it may contain any character
@@ -174,8 +174,8 @@ def count_gpus() -> int:
     """
     import torch  # noqa: PLC0415 - commands that train nothing read this module
 
-    seen = torch.cuda.device_count()
-    return max(seen, len(mig_instances(os.environ))) if seen else 0
+    visible = torch.cuda.device_count()
+    return max(visible, len(mig_instances(os.environ))) if visible else 0
 
 
 def use_device(device: torch.device) -> None:
@@ -218,7 +218,7 @@ def keep_freed_memory() -> bool:
     """
     if any(name.startswith(_MALLOC_VARIABLES) for name in os.environ):
         return False
-    return _tell_malloc({_M_MMAP_THRESHOLD: _LARGEST_ON_HEAP, _M_TRIM_THRESHOLD: _KEPT_AT_THE_END})
+    return _set_malloc({_M_MMAP_THRESHOLD: _LARGEST_ON_HEAP, _M_TRIM_THRESHOLD: _TRIM_LATE})
 
 
 def return_freed_memory() -> bool:
@@ -231,17 +231,17 @@ def return_freed_memory() -> bool:
 
     Source: mallopt(3), M_MMAP_THRESHOLD.
     """
-    return _tell_malloc({_M_MMAP_THRESHOLD: _SHORT_LIVED, _M_TRIM_THRESHOLD: _TRIM_DEFAULT})
+    return _set_malloc({_M_MMAP_THRESHOLD: _SHORT_LIVED, _M_TRIM_THRESHOLD: _TRIM_DEFAULT})
 
 
-def _tell_malloc(options: Mapping[int, int]) -> bool:
+def _set_malloc(options: Mapping[int, int]) -> bool:
     if not sys.platform.startswith("linux"):
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # not in every C library
     if mallopt is None:
         return False
-    taken = [mallopt(option, value) == 1 for option, value in options.items()]
-    return all(taken)
+    accepted = [mallopt(option, value) == 1 for option, value in options.items()]
+    return all(accepted)
 
 
 def rank_environ(device: str, environ: Mapping[str, str]) -> dict[str, str]:
@@ -254,13 +254,13 @@ def rank_environ(device: str, environ: Mapping[str, str]) -> dict[str, str]:
         {}
     """
     names, (kind, _, index) = mig_instances(environ), device.partition(":")
-    place = int(index or 0)
-    if kind != "cuda" or len(names) < 2 or place >= len(names):
+    number = int(index or 0)
+    if kind != "cuda" or len(names) < 2 or number >= len(names):
         return {}
-    return {VISIBLE: names[place], "TRAINKIT_DEVICE": "cuda:0"}
+    return {VISIBLE: names[number], "TRAINKIT_DEVICE": "cuda:0"}
 
 
-def threads_of(own: Mapping[str, Any], places: Sequence[Mapping[str, Any]]) -> int:
+def threads_of(process: Mapping[str, Any], processes: Sequence[Mapping[str, Any]]) -> int:
     """Return the number of threads of a process that shares its cores with other processes of its launch.
 
     SLURM and mpirun may bind each process to its own cores; torchrun gives all cores to all processes.
@@ -271,8 +271,9 @@ def threads_of(own: Mapping[str, Any], places: Sequence[Mapping[str, Any]]) -> i
         >>> threads_of(bound[0], bound), threads_of(free[0], free)
         (2, 2)
     """
-    sharing = [one for one in places if one["host"] == own["host"] and not set(own["cores"]).isdisjoint(one["cores"])]
-    return max(1, len(own["cores"]) // len(sharing))
+    cores = set(process["cores"])
+    sharing = [item for item in processes if item["host"] == process["host"] and cores & {*item["cores"]}]
+    return max(1, len(cores) // len(sharing))
 
 
 def peak_resident_bytes() -> int:
@@ -293,13 +294,13 @@ def peak_resident_bytes() -> int:
 
 def children_of(pid: int | None) -> tuple[int, ...]:
     """Return the child processes that a process has not waited for; empty if they are unknown."""
-    found: list[int] = []
+    pids: list[int] = []
     for task in () if pid is None else _tasks(pid):
         try:
-            found += map(int, (task / "children").read_text().split())
+            pids += map(int, (task / "children").read_text().split())
         except (OSError, ValueError):
             continue
-    return tuple(found)
+    return tuple(pids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,7 +317,7 @@ class ThreadTimes:
 
 def thread_times(pids: Iterable[int]) -> dict[int, ThreadTimes]:
     """Return the times of every thread of some processes, by thread id."""
-    found: dict[int, ThreadTimes] = {}
+    times: dict[int, ThreadTimes] = {}
     for pid in pids:
         for task in _tasks(pid):
             try:
@@ -324,8 +325,8 @@ def thread_times(pids: Iterable[int]) -> dict[int, ThreadTimes]:
             except (OSError, ValueError):
                 continue
             if (stat := _stat(task)) is not None:
-                found[int(task.name)] = ThreadTimes(int(ran) / 1e9, int(waited_for) / 1e9, stat[0] == "R")
-    return found
+                times[int(task.name)] = ThreadTimes(int(ran) / 1e9, int(waited_for) / 1e9, stat[0] == "R")
+    return times
 
 
 def waited_s(before: Mapping[int, ThreadTimes], after: Mapping[int, ThreadTimes], seconds: float) -> float:

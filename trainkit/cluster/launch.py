@@ -115,11 +115,11 @@ class LaunchEnvironment:
 
     def line(self) -> str:
         """Return one line about the launch, with the setting that ignores it."""
-        own = "" if all(task.index == task.rank for task in self.tasks) else f" ({self.task})"
+        role = "" if all(task.index == task.rank for task in self.tasks) else f" ({self.task})"
         hosts = "one host" if self.num_hosts == 1 else f"{self.num_hosts} hosts"
         hint = f" ({self.ignore} ignores it)" if self.ignore else ""
-        place = f"rank {self.rank}{own} of {self.num_ranks} on {hosts}"
-        return f"launch by {self.kind}: {place}, rendezvous at {Address(*self.store)}{hint}"
+        position = f"rank {self.rank}{role} of {self.num_ranks} on {hosts}"
+        return f"launch by {self.kind}: {position}, rendezvous at {Address(*self.store)}{hint}"
 
 
 def workers(count: int) -> tuple[Task, ...]:
@@ -137,8 +137,8 @@ def socket_environ(store: str, *, on_one_host: bool) -> dict[str, str]:
     if on_one_host or is_loopback(store):
         name: str | None = "lo0" if sys.platform == "darwin" else "lo"
     else:
-        own = own_address(store)
-        if own is not None and is_loopback(own):  # the store is here, under a name that resolves to this host
-            own = own_address()
-        name = None if own is None else interface_of(own)
+        address = own_address(store)
+        if address is not None and is_loopback(address):  # the store is here, under a name that resolves to this host
+            address = own_address()
+        name = None if address is None else interface_of(address)
     return {} if name is None else {"GLOO_SOCKET_IFNAME": name}

@@ -17,14 +17,14 @@ T = TypeVar("T")
 
 
 def _launch(
-    kind: str, place: tuple[int, int], local: tuple[int, int], store: Address, *, num_hosts: int, **more: Any
+    kind: str, world: tuple[int, int], local: tuple[int, int], store: Address, *, num_hosts: int, **more: Any
 ) -> LaunchEnvironment:
-    """Return the launch of a rank: its place among all ranks and on its host, each with their number."""
-    (rank, size), (local_rank, num_local) = place, local
-    found: dict[str, Any] = {"hosts_store": rank == 0, **more}
+    """Return the launch of a rank; `world` and `local` are the rank and the number of ranks, of all and on its host."""
+    (rank, size), (local_rank, num_local) = world, local
+    fields: dict[str, Any] = {"hosts_store": rank == 0, **more}
     return LaunchEnvironment(
         kind=kind, tasks=workers(size), rank=rank, local_rank=local_rank, num_local=num_local, num_hosts=num_hosts,
-        store=store, **found,
+        store=store, **fields,
     )  # fmt: skip
 
 
@@ -35,19 +35,19 @@ def torchrun(environ: Mapping[str, str]) -> LaunchEnvironment | None:
     """
     if not environ.get("TORCHELASTIC_RUN_ID"):
         return None
-    read = Variables(environ, because="TORCHELASTIC_RUN_ID")
-    rank, size = place = read.rank_of("RANK", "WORLD_SIZE")
-    _, num_local = local = read.rank_of("LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    num_hosts = read.number("GROUP_WORLD_SIZE", default=max(size // num_local, 1), least=1)
-    attempt = read.number("TORCHELASTIC_RESTART_COUNT", default=0)
-    store = read.store()
-    read.finish()
+    variables = Variables(environ, because="TORCHELASTIC_RUN_ID")
+    rank, size = world = variables.rank_of("RANK", "WORLD_SIZE")
+    _, num_local = local = variables.rank_of("LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    num_hosts = variables.number("GROUP_WORLD_SIZE", default=max(size // num_local, 1), least=1)
+    attempt = variables.number("TORCHELASTIC_RESTART_COUNT", default=0)
+    store = variables.store()
+    variables.finish()
     name = environ["TORCHELASTIC_RUN_ID"]
     agent = environ.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() in ("true", "1")
     name = "" if name == "none" else name  # torchrun's value without --rdzv-id, which all launches share
     hosts_store = rank == 0 and not agent
     return _launch(
-        "torchrun", place, local, store, num_hosts=num_hosts, hosts_store=hosts_store, attempt=attempt, name=name
+        "torchrun", world, local, store, num_hosts=num_hosts, hosts_store=hosts_store, attempt=attempt, name=name
     )
 
 
@@ -57,23 +57,23 @@ def by_hand(environ: Mapping[str, str]) -> LaunchEnvironment | None:
     Without LOCAL_RANK and LOCAL_WORLD_SIZE, ranks whose rendezvous is at a loopback address share a host; others have
     one host each.
     """
-    found = [name for name in ("RANK", "WORLD_SIZE") if environ.get(name)]
-    if not found:
+    names = [name for name in ("RANK", "WORLD_SIZE") if environ.get(name)]
+    if not names:
         return None
-    read = Variables(environ, because=found[0])
-    rank, size = place = read.rank_of("RANK", "WORLD_SIZE")
-    store = read.store()
+    variables = Variables(environ, because=names[0])
+    rank, size = world = variables.rank_of("RANK", "WORLD_SIZE")
+    store = variables.store()
     alone = is_loopback(store.host)
-    local_rank = read.number("LOCAL_RANK", default=rank if alone else 0)
-    num_local = read.number("LOCAL_WORLD_SIZE", default=size if alone else local_rank + 1, least=1)
-    if not read.problems and num_local > size:
-        read.report("LOCAL_WORLD_SIZE", f"must be WORLD_SIZE={size} or less.")
-    if not read.problems and local_rank >= num_local:
-        read.report("LOCAL_RANK", f"must be less than LOCAL_WORLD_SIZE={num_local}.")
-    read.finish()
+    local_rank = variables.number("LOCAL_RANK", default=rank if alone else 0)
+    num_local = variables.number("LOCAL_WORLD_SIZE", default=size if alone else local_rank + 1, least=1)
+    if not variables.problems and num_local > size:
+        variables.report("LOCAL_WORLD_SIZE", f"must be WORLD_SIZE={size} or less.")
+    if not variables.problems and local_rank >= num_local:
+        variables.report("LOCAL_RANK", f"must be less than LOCAL_WORLD_SIZE={num_local}.")
+    variables.finish()
     knows_local_ranks = alone or bool(environ.get("LOCAL_WORLD_SIZE"))
     num_hosts = max(size // num_local, 1) if knows_local_ranks else size
-    return _launch("RANK and WORLD_SIZE", place, (local_rank, num_local), store, num_hosts=num_hosts, by_hand=True)
+    return _launch("RANK and WORLD_SIZE", world, (local_rank, num_local), store, num_hosts=num_hosts, by_hand=True)
 
 
 def pet(environ: Mapping[str, str]) -> LaunchEnvironment | None:
@@ -85,23 +85,23 @@ def pet(environ: Mapping[str, str]) -> LaunchEnvironment | None:
     if not environ.get("PET_NNODES"):
         return None
     low, _, high = environ["PET_NNODES"].partition(":")
-    read = Variables(environ, because="PET_NNODES")
+    variables = Variables(environ, because="PET_NNODES")
     start = "It is for torchrun: start torchrun -m trainkit instead of trainkit."
     if high not in ("", low):
-        read.report("PET_NNODES", f"is a range of nodes. {start}")
+        variables.report("PET_NNODES", f"is a range of nodes. {start}")
     if environ.get("PET_NPROC_PER_NODE", "") not in ("", "1", "auto", "gpu", "cpu"):
-        read.report("PET_NPROC_PER_NODE", f"is several processes a node. {start}")
-    read.finish()
-    read = Variables({**environ, "PET_NNODES": low}, because="PET_NNODES")
-    size = read.number("PET_NNODES", least=1)
+        variables.report("PET_NPROC_PER_NODE", f"is several processes a node. {start}")
+    variables.finish()
+    variables = Variables({**environ, "PET_NNODES": low}, because="PET_NNODES")
+    size = variables.number("PET_NNODES", least=1)
     if size > 1:
-        place = read.rank_of("PET_NODE_RANK", "PET_NNODES")
-        store = read.store(port=29500, names=("PET_MASTER_ADDR", "PET_MASTER_PORT"))  # torchrun's default port
-    read.finish()
+        world = variables.rank_of("PET_NODE_RANK", "PET_NNODES")
+        store = variables.store(port=29500, names=("PET_MASTER_ADDR", "PET_MASTER_PORT"))  # torchrun's default port
+    variables.finish()
     if size == 1:
         return None
     takes_devices = environ.get("PET_NPROC_PER_NODE") != "1"
-    return _launch("PET_NNODES", place, (0, 1), store, num_hosts=size, takes_devices=takes_devices)
+    return _launch("PET_NNODES", world, (0, 1), store, num_hosts=size, takes_devices=takes_devices)
 
 
 _NAME: Final = re.compile(r"(?:[^\[\],]|\[[^\[\]]*\])+(?=,|\Z)")
@@ -120,22 +120,22 @@ def node_names(text: str) -> list[str]:
         >>> node_names("n[01-03,7],r[1-2]n[5,6],login")
         ['n01', 'n02', 'n03', 'n7', 'r1n5', 'r1n6', 'r2n5', 'r2n6', 'login']
     """
-    found = _NAME.findall(text)
-    if ",".join(found) != text:
+    names = _NAME.findall(text)
+    if ",".join(names) != text:
         raise ValueError(f"is not a list of nodes: {text}")
-    return ["".join(parts) for name in found for parts in itertools.product(*map(_variants, _PARTS.findall(name)))]
+    return ["".join(parts) for name in names for parts in itertools.product(*map(_variants, _PARTS.findall(name)))]
 
 
 def _variants(part: str) -> list[str]:
     """Return the texts that a part of a name stands for: a list of numbers in brackets, or itself."""
     if not part.startswith("["):
         return [part]
-    found: list[str] = []
+    texts: list[str] = []
     for item in part[1:-1].split(","):
         if (ends := _NUMBERS.fullmatch(item)) is None:
             raise ValueError(f"is not a list of nodes: {part}")
-        found += [f"{number:0{len(ends[1])}d}" for number in range(int(ends[1]), int(ends[2] or ends[1]) + 1)]
-    return found
+        texts += [f"{number:0{len(ends[1])}d}" for number in range(int(ends[1]), int(ends[2] or ends[1]) + 1)]
+    return texts
 
 
 def tasks_per_node(text: str) -> list[int]:
@@ -150,10 +150,10 @@ def tasks_per_node(text: str) -> list[int]:
     """
     counts: list[int] = []
     for part in text.split(","):
-        found = _COUNT.fullmatch(part)
-        if found is None:
+        match = _COUNT.fullmatch(part)
+        if match is None:
             raise ValueError(f"is not a list of tasks per node: {text}")
-        counts += [int(found[1])] * int(found[2] or 1)
+        counts += [int(match[1])] * int(match[2] or 1)
     return counts
 
 
@@ -166,27 +166,27 @@ TASKS: Final = "TRAINKIT_TASKS"
 _SHELLS: Final = ("bash", "sh", "zsh", "fish", "tcsh", "csh", "ksh", "dash")
 
 
-def step_place(environ: Mapping[str, str]) -> tuple[str, str] | None:
+def step_rank(environ: Mapping[str, str]) -> tuple[str, str] | None:
     """Return the rank and size of this process in its step, as written; None outside of a step.
 
     The script of sbatch and the shell of salloc have the variables of the job, but are not a step. The shell of `srun
     --pty` is a step, but an interactive one: it did not start other tasks of a run.
     """
     step = environ.get("SLURM_STEP_ID", "")
-    if not step or int(step) >= _FIRST_SPECIAL or _typed_in(environ):
+    if not step or int(step) >= _FIRST_SPECIAL or _is_interactive(environ):
         return None
     size = environ.get("SLURM_STEP_NUM_TASKS") or environ.get("SLURM_NTASKS", "")
     return environ.get("SLURM_PROCID", ""), size
 
 
-def _typed_in(environ: Mapping[str, str]) -> bool:
+def _is_interactive(environ: Mapping[str, str]) -> bool:
     """Return whether this is the shell of `srun --pty`: the first step of a job that is named after the shell.
 
     Processes that srun or sbatch starts from that shell inherit SLURM_PTY_PORT (seen with SLURM 22.05). If such a step
     were taken for a shell, each of its tasks would silently train alone; a shell taken for a step waits and reports it.
     """
-    named = environ.get("SLURM_JOB_NAME", "").rpartition("/")[2] in _SHELLS
-    return bool(environ.get("SLURM_PTY_PORT")) and environ.get("SLURM_STEP_ID") == "0" and named
+    is_shell = environ.get("SLURM_JOB_NAME", "").rpartition("/")[2] in _SHELLS
+    return bool(environ.get("SLURM_PTY_PORT")) and environ.get("SLURM_STEP_ID") == "0" and is_shell
 
 
 def slurm(environ: Mapping[str, str]) -> LaunchEnvironment | None:
@@ -197,50 +197,50 @@ def slurm(environ: Mapping[str, str]) -> LaunchEnvironment | None:
 
     Source: https://slurm.schedmd.com/srun.html, "OUTPUT ENVIRONMENT VARIABLES".
     """
-    place = step_place(environ)
-    if place is None or place[1] == "1":
+    step = step_rank(environ)
+    if step is None or step[1] == "1":
         return None
-    read = Variables(environ, because="SLURM_STEP_ID")
+    variables = Variables(environ, because="SLURM_STEP_ID")
     size_name = "SLURM_STEP_NUM_TASKS" if environ.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
-    _, size = ranks = read.rank_of("SLURM_PROCID", size_name)
-    local_rank, node = read.number("SLURM_LOCALID"), read.number("SLURM_NODEID", default=0)
-    nodes = _list(read, "SLURM_STEP_NODELIST", node_names, default=[""])
-    counts = _list(read, "SLURM_STEP_TASKS_PER_NODE", tasks_per_node, default=[])
-    job = f"slurm {read.text('SLURM_JOB_ID')}.{environ['SLURM_STEP_ID']}"
+    _, size = ranks = variables.rank_of("SLURM_PROCID", size_name)
+    local_rank, node = variables.number("SLURM_LOCALID"), variables.number("SLURM_NODEID", default=0)
+    nodes = _list(variables, "SLURM_STEP_NODELIST", node_names, default=[""])
+    counts = _list(variables, "SLURM_STEP_TASKS_PER_NODE", tasks_per_node, default=[])
+    job = f"slurm {variables.text('SLURM_JOB_ID')}.{environ['SLURM_STEP_ID']}"
     alone = len(nodes) == 1
     num_local = counts[node] if node < len(counts) else (size if alone else local_rank + 1)
-    if not read.problems and local_rank >= num_local:
-        read.report("SLURM_LOCALID", f"must be less than the {num_local} tasks of its node.")
-    store = read.store("127.0.0.1" if alone else nodes[0], derived_port(job))
-    attempt = read.number("SLURM_RESTART_COUNT", default=0)
-    named = environ.get(TASKS, "").split()
-    if named and len(named) != size:
-        read.report(TASKS, f"must name a task for each of the {size} of the step.")
-    read.finish()
-    if named:  # in turn over the nodes; those of one node have ports of their own
-        members, (role, _, index) = dict[str, list[str]](), named[ranks[0]].partition(":")
-        for rank, task in enumerate(named):
+    if not variables.problems and local_rank >= num_local:
+        variables.report("SLURM_LOCALID", f"must be less than the {num_local} tasks of its node.")
+    store = variables.store("127.0.0.1" if alone else nodes[0], derived_port(job))
+    attempt = variables.number("SLURM_RESTART_COUNT", default=0)
+    names = environ.get(TASKS, "").split()
+    if names and len(names) != size:
+        variables.report(TASKS, f"must name a task for each of the {size} of the step.")
+    variables.finish()
+    if names:  # in turn over the nodes; those of one node have ports of their own
+        members, (role, _, index) = dict[str, list[str]](), names[ranks[0]].partition(":")
+        for rank, task in enumerate(names):
             address = f"{nodes[rank % len(nodes)]}:{store.port + rank // len(nodes)}"
             members.setdefault(task.partition(":")[0], []).append(address)
         return replace(launch_of(members, (role, int(index)), kind="SLURM"), attempt=attempt)
-    addresses = _places(nodes, counts, size, environ.get("SLURM_DISTRIBUTION", "block"))
+    addresses = _addresses(nodes, counts, size, environ.get("SLURM_DISTRIBUTION", "block"))
     return _launch(
         "SLURM", ranks, (local_rank, num_local), store,
         num_hosts=len(nodes), attempt=attempt, name=job.replace(" ", "-"), addresses=addresses,
     )  # fmt: skip
 
 
-def _list(read: Variables, name: str, parse: Callable[[str], list[T]], *, default: list[T]) -> list[T]:
+def _list(variables: Variables, name: str, parse: Callable[[str], list[T]], *, default: list[T]) -> list[T]:
     """Return the list of a variable, as `parse` reads it."""
     try:
-        text = read.text(name)
+        text = variables.text(name)
         return (parse(text) if text else []) or default
     except ValueError as error:
-        read.report(name, f"{error}.", show_value=False)
+        variables.report(name, f"{error}.", show_value=False)
         return default
 
 
-def _places(nodes: list[str], counts: list[int], size: int, distribution: str) -> tuple[str, ...]:
+def _addresses(nodes: list[str], counts: list[int], size: int, distribution: str) -> tuple[str, ...]:
     """Return the node of every rank if ranks fill node after node; otherwise an empty tuple."""
     if len(counts) != len(nodes) or sum(counts) != size:
         return ()
@@ -263,12 +263,12 @@ def open_mpi(environ: Mapping[str, str]) -> LaunchEnvironment | None:
     """
     if not environ.get("OMPI_COMM_WORLD_SIZE"):
         return None
-    read = Variables(environ, because="OMPI_COMM_WORLD_SIZE")
-    rank, size = read.rank_of("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
-    local = read.rank_of("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
+    variables = Variables(environ, because="OMPI_COMM_WORLD_SIZE")
+    rank, size = variables.rank_of("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
+    local = variables.rank_of("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
     uri = _URI.search(environ.get("OMPI_MCA_orte_hnp_uri", ""))
     name = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid") or _job(environ)
-    return _by_mpi("Open MPI", read, (rank, size), local, host=uri[1] if uri else None, name=name)
+    return _by_mpi("Open MPI", variables, (rank, size), local, host=uri[1] if uri else None, name=name)
 
 
 def mpich(environ: Mapping[str, str]) -> LaunchEnvironment | None:
@@ -280,22 +280,22 @@ def mpich(environ: Mapping[str, str]) -> LaunchEnvironment | None:
 
     Source: https://github.com/pmodels/mpich/blob/main/doc/wiki/how_to/Using_the_Hydra_Process_Manager.md
     """
-    if not environ.get("PMI_SIZE") or step_place(environ) == (environ.get("PMI_RANK"), environ["PMI_SIZE"]):
+    if not environ.get("PMI_SIZE") or step_rank(environ) == (environ.get("PMI_RANK"), environ["PMI_SIZE"]):
         return None
-    read = Variables(environ, because="PMI_SIZE")
-    rank, size = read.rank_of("PMI_RANK", "PMI_SIZE")
-    local = read.rank_of("MPI_LOCALRANKID", "MPI_LOCALNRANKS")
-    return _by_mpi("MPICH", read, (rank, size), local, host=None, name=_job(environ))
+    variables = Variables(environ, because="PMI_SIZE")
+    rank, size = variables.rank_of("PMI_RANK", "PMI_SIZE")
+    local = variables.rank_of("MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+    return _by_mpi("MPICH", variables, (rank, size), local, host=None, name=_job(environ))
 
 
 def _by_mpi(
-    kind: str, read: Variables, place: tuple[int, int], local: tuple[int, int], *, host: str | None, name: str
+    kind: str, variables: Variables, world: tuple[int, int], local: tuple[int, int], *, host: str | None, name: str
 ) -> LaunchEnvironment:
-    (_, size), (_, num_local) = place, local
+    (_, size), (_, num_local) = world, local
     alone = num_local == size
-    store = read.store("127.0.0.1" if alone else host, derived_port(f"{kind} {name}"))
-    read.finish()
-    return _launch(kind, place, local, store, num_hosts=1 if alone else max(2, -(-size // num_local)))
+    store = variables.store("127.0.0.1" if alone else host, derived_port(f"{kind} {name}"))
+    variables.finish()
+    return _launch(kind, world, local, store, num_hosts=1 if alone else max(2, -(-size // num_local)))
 
 
 def _job(environ: Mapping[str, str]) -> str:

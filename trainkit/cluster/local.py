@@ -27,8 +27,8 @@ VARIABLE: Final = "TRAINKIT_LAUNCHER"
 
 
 def _tf_config(environ: Mapping[str, str]) -> LaunchEnvironment | None:
-    found = read_tf_config(environ)
-    return None if found is None else launch_of(found.members, found.task, kind=found.variable)
+    config = read_tf_config(environ)
+    return None if config is None else launch_of(config.members, config.task, kind=config.variable)
 
 
 LAUNCHERS: Final[Mapping[str, tuple[Callable[[Mapping[str, str]], LaunchEnvironment | None], tuple[str, ...]]]] = {
@@ -69,14 +69,14 @@ def detect(environ: Mapping[str, str], *, launcher: str = "auto") -> LaunchEnvir
         >>> detect({}) is detect(hand | {"TRAINKIT_LAUNCHER": "none"}) is None
         True
     """
-    asked = launcher if launcher != "auto" else environ.get(VARIABLE, "") or "auto"
-    if asked == "none":
+    choice = launcher if launcher != "auto" else environ.get(VARIABLE, "") or "auto"
+    if choice == "none":
         return None
-    if asked != "auto":
-        return _forced(asked, environ)
-    for name, (found, marks) in LAUNCHERS.items():
-        given = [bool(environ.get(mark)) for mark in marks]
-        launch = found(environ) if any(given) and (name != "environment" or all(given)) else None
+    if choice != "auto":
+        return _forced(choice, environ)
+    for name, (reader, marks) in LAUNCHERS.items():
+        present = [bool(environ.get(mark)) for mark in marks]
+        launch = reader(environ) if any(present) and (name != "environment" or all(present)) else None
         if launch is not None:
             return _shared(launch, environ)
     if environ.get("WORLD_SIZE") == "1" or not (environ.get("RANK") or environ.get("WORLD_SIZE")):
@@ -91,22 +91,22 @@ def refuse_launched(environ: Mapping[str, str], starts: str, *, value: object = 
     Raises:
         ConfigError: a launcher started this process.
     """
-    if (found := detect(environ)) is not None:
-        rule = f"{starts}, and {found.kind} started {found.num_ranks}. Start it once."
+    if (launch := detect(environ)) is not None:
+        rule = f"{starts}, and {launch.kind} started {launch.num_ranks}. Start it once."
         raise ConfigError([Problem(key="cluster", value=value, rule=rule)])
 
 
-def launch_problems(key: str, each: str, start: str) -> Iterator[Problem]:
+def launch_problems(key: str, action: str, start: str) -> Iterator[Problem]:
     """Yield a problem if a launcher has started several processes like this one: each would do the whole.
 
     Args:
         key: the verb or flag.
-        each: what each of them would do.
+        action: what each of them would do.
         start: how it is started instead.
     """
     launch = detect(os.environ)
     if launch is not None and launch.num_ranks > 1:
-        rule = f"this is one of {launch.num_ranks} processes that {launch.kind} started, and each would {each}. "
+        rule = f"this is one of {launch.num_ranks} processes that {launch.kind} started, and each would {action}. "
         yield Problem(key=key, rule=f"{rule}Start {start}.", origin="command line")
 
 
@@ -122,15 +122,15 @@ def _forced(name: str, environ: Mapping[str, str]) -> LaunchEnvironment | None:
     origin = "environment" if environ.get(VARIABLE) == name else ""
     key = VARIABLE if origin else "cluster.launcher"
     if name in LAUNCHERS:
-        found, marks = LAUNCHERS[name]
-    elif own := entry_points(group=GROUP, name=name):
-        found, marks = own[name].load(), ()
+        reader, marks = LAUNCHERS[name]
+    elif entries := entry_points(group=GROUP, name=name):
+        reader, marks = entries[name].load(), ()
     else:
         near = closest(name, [*LAUNCHERS, "auto", "none"])
         hint = f"Did you mean {near}? " if near else ""
         rule = f"no such launcher. {hint}There are: {', '.join(LAUNCHERS)}, auto and none."
         raise ConfigError([Problem(key=key, value=name, rule=rule, origin=origin)])
-    launch: LaunchEnvironment | None = found(environ)
+    launch: LaunchEnvironment | None = reader(environ)
     if launch is None:
         see = f": see {' and '.join(marks)}" if marks else ""
         rule = f"this process was not started by it, or is the only one{see}."

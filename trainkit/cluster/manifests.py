@@ -53,8 +53,8 @@ class ManifestJob:
         if self.roles:
             return ", ".join(f"{number} {role}" for role, number in self.roles.items())
         hosts = "a host" if self.hosts == 1 else f"{self.hosts} hosts"
-        one, many = ("GPU", "GPUs") if self.gpus else ("process", "processes")
-        return f"{hosts} of {self.per_host} {one if self.per_host == 1 else many}"
+        singular, plural = ("GPU", "GPUs") if self.gpus else ("process", "processes")
+        return f"{hosts} of {self.per_host} {singular if self.per_host == 1 else plural}"
 
     @property
     def seconds(self) -> int | None:
@@ -113,7 +113,7 @@ class ManifestJob:
 
     def manifest(self, start: str, *documents: Mapping[str, Any]) -> str:
         """Return documents as YAML, without the keys whose value is None, below the command that starts them."""
-        return f"# {self.name} on {self.size}: {start}\n{_yaml([_given(one) for one in documents])}"
+        return f"# {self.name} on {self.size}: {start}\n{_yaml([_without_none(document) for document in documents])}"
 
     def launch(self, *, kind: str, takes_devices: bool) -> LaunchEnvironment | None:
         """Return the launch of one process, with the fields that a strategy checks; None for a single process."""
@@ -122,16 +122,16 @@ class ManifestJob:
             tasks = tuple(Task(role=role, index=index, rank=rank) for rank, (role, index) in enumerate(self.tasks()))
         if len(tasks) == 1:
             return None
-        each = -(-len(tasks) // self.hosts)
+        num_local = -(-len(tasks) // self.hosts)
         return LaunchEnvironment(
             kind=kind,
             tasks=tasks,
             rank=0,
             local_rank=0,
-            num_local=each,
+            num_local=num_local,
             num_hosts=self.hosts,
             store=("127.0.0.1", 0),
-            takes_devices=each == 1 if self.roles else takes_devices,
+            takes_devices=num_local == 1 if self.roles else takes_devices,
             names_roles=bool(self.roles),
         )
 
@@ -141,11 +141,11 @@ def _linking(mount_point: str) -> str:
     return f"[ -e outputs ] || ln -s {shlex.quote(mount_point)} outputs"
 
 
-def _given(node: Any) -> Any:
+def _without_none(node: Any) -> Any:
     """Return a document without the keys whose value is None."""
     if isinstance(node, Mapping):
-        return {key: _given(value) for key, value in node.items() if value is not None}
-    return [_given(one) for one in node] if isinstance(node, list) else node
+        return {key: _without_none(value) for key, value in node.items() if value is not None}
+    return [_without_none(item) for item in node] if isinstance(node, list) else node
 
 
 def _yaml(documents: Sequence[Mapping[str, Any]]) -> str:
@@ -234,10 +234,10 @@ def _mpirun(job: ManifestJob) -> str:
 def _by_hand(job: ManifestJob, command: Callable[[Members, str, int], str]) -> str:
     """Return a line of shell for each task, to run on its host; each host has an equal share of the ranks."""
     hosts, tasks, port = job.options["names"].split(","), job.tasks(), int(job.options.get("port", _PORT))
-    each, members = -(-len(tasks) // len(hosts)), dict[str, list[str]]()
+    per_host, members = -(-len(tasks) // len(hosts)), dict[str, list[str]]()
     for rank, (role, _) in enumerate(tasks):
-        host, place = hosts[rank // each], rank % each
-        members.setdefault(role, []).append(f"{f'[{host}]' if ':' in host else host}:{port + place}")
+        host, offset = hosts[rank // per_host], rank % per_host
+        members.setdefault(role, []).append(f"{f'[{host}]' if ':' in host else host}:{port + offset}")
     lines = [f"# {job.name} on {job.size}: run each line on its host. All hosts see this folder under the same path."]
     for role, index in tasks:
         about = f"# {role}:{index} on {members[role][index].rpartition(':')[0]}"

@@ -22,7 +22,7 @@ Members = Mapping[str, Sequence[str]]
 
 def member_problems(members: Members, *, key: str, origin: str = "") -> Iterator[Problem]:
     """Yield everything that is wrong with the addresses."""
-    seen: dict[Address, str] = {}
+    owners: dict[Address, str] = {}
     for role, texts in members.items():
         inner = f"{key}.{role}"
         if role not in ROLES:
@@ -38,26 +38,24 @@ def member_problems(members: Members, *, key: str, origin: str = "") -> Iterator
             except ValueError as error:
                 yield Problem(key=inner, value=text, rule=str(error), origin=origin)
                 continue
-            if address in seen:
-                rule = f"is also the address of {seen[address]}. Every task needs its own."
+            if address in owners:
+                rule = f"is also the address of {owners[address]}. Every task needs its own."
                 yield Problem(key=inner, value=text, rule=rule, origin=origin)
-            seen.setdefault(address, f"{role}:{index}")
-    yield from _cluster_problems(members, seen, key, origin)
+            owners.setdefault(address, f"{role}:{index}")
+    yield from _cluster_problems(members, owners, key, origin)
 
 
-def _cluster_problems(members: Members, seen: Mapping[Address, str], key: str, origin: str) -> Iterator[Problem]:
+def _cluster_problems(members: Members, owners: Mapping[Address, str], key: str, origin: str) -> Iterator[Problem]:
     if not any(members.values()):
         rule = "names no task. It needs at least one worker: worker=[HOST:PORT,...]."
         yield Problem(key=key, rule=rule, origin=origin)
     elif not members.get("chief") and not members.get("worker") and all(role in ROLES for role in members):
         rule = "has neither chief nor worker, so no task would train. Add worker=[HOST:PORT,...]."
         yield Problem(key=key, rule=rule, origin=origin)
-    local = [address for address in seen if is_loopback(address.host)]
-    if local and len(local) < len(seen):
-        rule = (
-            f"{local[0]} is the local machine on every host: {seen[local[0]]} needs a name that other hosts can reach."
-        )
-        yield Problem(key=key, rule=rule, origin=origin)
+    local = [address for address in owners if is_loopback(address.host)]
+    if local and len(local) < len(owners):
+        remote = f"{owners[local[0]]} needs a name that other hosts can reach."
+        yield Problem(key=key, rule=f"{local[0]} is the local machine on every host: {remote}", origin=origin)
 
 
 def parse_task(text: str) -> tuple[str, int]:
@@ -70,12 +68,12 @@ def parse_task(text: str) -> tuple[str, int]:
         >>> parse_task("ps:0")
         ('ps', 0)
     """
-    found = re.fullmatch(r"([A-Za-z_]+):([0-9]+)", text)
-    if found is None:
+    match = re.fullmatch(r"([A-Za-z_]+):([0-9]+)", text)
+    if match is None:
         raise ValueError("must be ROLE:INDEX, as in worker:0.")
-    if found[1] not in ROLES:
-        raise ValueError(_unknown_role(found[1]))
-    return found[1], int(found[2])
+    if match[1] not in ROLES:
+        raise ValueError(_unknown_role(match[1]))
+    return match[1], int(match[2])
 
 
 def task_problem(members: Members, role: str, index: int) -> str | None:
@@ -85,7 +83,7 @@ def task_problem(members: Members, role: str, index: int) -> str | None:
         return None
     if count == 0:
         stand_in = " Without one, worker:0 acts as the chief." if role == "chief" and members.get("worker") else ""
-        tasks = ", ".join(f"{name}:{place}" for name in ROLES for place in range(len(members.get(name, ()))))
+        tasks = ", ".join(f"{name}:{number}" for name in ROLES for number in range(len(members.get(name, ()))))
         return f"the cluster has no {role}.{stand_in} Its tasks: {tasks}."
     last = "" if count == 1 else f" to {role}:{count - 1}"
     return f"the cluster has {count} {role}{'' if count == 1 else 's'}, {role}:0{last}."

@@ -80,9 +80,9 @@ class Spec(Cluster):
         """Yield problems of differences between the config and the variable."""
         remedy = f"Make them the same, or unset {tf_config.variable}."
         for role in ROLES:
-            ours, theirs = self.members.get(role, ()), tf_config.members.get(role, ())
-            if ours != theirs:
-                rule = f"is {_list_text(theirs)}, but cluster.{role} is {_list_text(ours)}. {remedy}"
+            configured, exported = self.members.get(role, ()), tf_config.members.get(role, ())
+            if configured != exported:
+                rule = f"is {_list_text(exported)}, but cluster.{role} is {_list_text(configured)}. {remedy}"
                 yield Problem(key=f"{tf_config.variable}.cluster.{role}", rule=rule, origin="environment")
         if self.task is not None and tf_config.task != parse_task(self.task):
             rule = f"is {tf_config.task[0]}:{tf_config.task[1]}, but cluster.task is {self.task}. {remedy}"

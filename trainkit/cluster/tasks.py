@@ -83,9 +83,9 @@ class Identity:
         """Return the environment variables that `from_environ` reads."""
         task = self.task
         numbers = {"RANK": task.rank, "RANKS": self.num_ranks, "ROLE": task.role, "INDEX": task.index}
-        found = {**numbers, "DEVICE": task.device, **{name.upper(): getattr(self, name) for name in _TEXTS}}
-        found |= {} if self.store is None else {"STORE": f"{self.store[0]}:{self.store[1]}"}
-        return {f"TRAINKIT_{name}": str(value) for name, value in found.items() if name != "TOKEN" or value}
+        values = {**numbers, "DEVICE": task.device, **{name.upper(): getattr(self, name) for name in _TEXTS}}
+        values |= {} if self.store is None else {"STORE": f"{self.store[0]}:{self.store[1]}"}
+        return {f"TRAINKIT_{name}": str(value) for name, value in values.items() if name != "TOKEN" or value}
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> Identity:

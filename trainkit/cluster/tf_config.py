@@ -81,14 +81,14 @@ def _members(cluster: Any, roles: Mapping[str, str], report: Report) -> dict[str
         rule = "must be an object: role to addresses."
         report('is missing: {"worker": ["HOST:PORT", ...]}.' if cluster is None else rule, "cluster")
         return {}
-    found: dict[str, tuple[str, ...]] = {}
+    members: dict[str, tuple[str, ...]] = {}
     for name, value in cluster.items():
         texts = [value] if isinstance(value, str) else value
         if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
             report("must be a list of HOST:PORT.", "cluster", roles.get(name, name))
             continue
-        found[roles.get(name, name)] = tuple(texts)
-    return found
+        members[roles.get(name, name)] = tuple(texts)
+    return members
 
 
 def _task(task: Any, roles: Mapping[str, str], members: Members, report: Report) -> tuple[str, int]:
@@ -112,8 +112,8 @@ def _task(task: Any, roles: Mapping[str, str], members: Members, report: Report)
     return str(role), number or 0
 
 
-def _report_misspelt(content: Mapping[str, Any], known: Sequence[str], report: Report, *key: str) -> None:
+def _report_misspelt(content: Mapping[str, Any], names: Sequence[str], report: Report, *key: str) -> None:
     """Report each key that is almost a known one; others are those of a cloud, and not for trainkit."""
     for name in content:
-        if name not in known and (near := closest(name, known)) is not None:
+        if name not in names and (near := closest(name, names)) is not None:
             report(f"no such key. Did you mean {near}?", *key, name)

@@ -19,8 +19,8 @@ class Variables:
     variables are read too.
 
     Example:
-        >>> read = Variables({"RANK": "1", "WORLD_SIZE": "4"}, because="RANK")
-        >>> read.rank_of("RANK", "WORLD_SIZE")
+        >>> variables = Variables({"RANK": "1", "WORLD_SIZE": "4"}, because="RANK")
+        >>> variables.rank_of("RANK", "WORLD_SIZE")
         (1, 4)
     """
 
