@@ -44,7 +44,7 @@ def test_a_fork_computes_what_a_fresh_process_does(tmp_path: Path) -> None:
     slots = Slots(count=1, num_threads=1)
     before = training(tmp_path, "before", "seed=7", "numerics.reproducible=true", "precision=fp64", "model.dropout=0.5")
     with WarmStarter(slots.threads) as start:
-        start.keep({"_target_": "trainkit.data.Digits", "scaling": "unit"})
+        start.share({"_target_": "trainkit.data.Digits", "scaling": "unit"})
         sweep = sweep_in(tmp_path, slots=slots, start=start)
         assert run(sweep, before, training(tmp_path, "fork", "seed=3")) == {"before": 0, "fork": 0}
     run(sweep_in(tmp_path / "other", slots=slots), training(tmp_path / "other", "fresh", "seed=3"))

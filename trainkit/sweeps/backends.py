@@ -52,7 +52,7 @@ FOLDER: Final = ".jobs"
 """The subfolder of a sweep's folder with the descriptions of its jobs."""
 MANY: Final = 256
 """Jobs submitted at a time to a cluster, which queues them."""
-_LOOK_S: Final = 0.2
+_POLL_S: Final = 0.2
 _KILL_S: Final = 10.0
 """Time for a job to exit after SIGKILL was requested; then the backend ends it."""
 _LOST: Final = 1
@@ -96,7 +96,7 @@ class JobBackend:
         for name, value in settings.items():
             key = f"hydra.launcher.{name}"
             if name not in hints:
-                rule = f"no such key. {nearest(key, [f'hydra.launcher.{one}' for one in hints])}"
+                rule = f"no such key. {nearest(key, [f'hydra.launcher.{other}' for other in hints])}"
                 problems.append(Problem(key=key, rule=rule, origin="command line"))
                 continue
             if wrong := misfit(value, hints[name]):
@@ -162,7 +162,7 @@ class _RemoteJob:
         with open_regular(signals_file(self.path), "ab") as file:
             file.write(f"{number.name}\n".encode())
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Report the end of the job if it has ended or is lost."""
         try:
             code = None if self.handle is None else self.handle.ended()
@@ -201,7 +201,7 @@ class Remote:
         self._submit, self._folder = submit, folder
         self._jobs: list[_RemoteJob] = []
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._look, name="jobs of the engine", daemon=True)
+        self._thread = threading.Thread(target=self._poll, name="jobs of the engine", daemon=True)
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -227,13 +227,13 @@ class Remote:
         self._jobs.append(remote)
         return remote
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         """Submit the jobs that wait, once no other has come, and report the end of every job, once."""
-        seen = 0
-        while not self._closed.wait(_LOOK_S):
+        last_count = 0
+        while not self._closed.wait(_POLL_S):
             running = [job for job in self._jobs if not job.over.is_set()]
             waiting = [job for job in running if job.handle is None]
-            if waiting and len(waiting) == seen:
+            if waiting and len(waiting) == last_count:
                 try:
                     handles = self._submit([(str(job.path), job.slots) for job in waiting])
                 except Exception as error:  # noqa: BLE001 - sbatch may fail with any error
@@ -244,10 +244,10 @@ class Remote:
                     job.handle = handle
                     if job.over.is_set():  # killed meanwhile
                         handle.cancel()
-            seen = len(waiting)
+            last_count = len(waiting)
             for job in running:
                 if not job.over.is_set():
-                    job.look()
+                    job.poll()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -373,9 +373,9 @@ class SubmititLocal(JobBackend):
         submitted: list[Any] = []
 
         def submit(jobs: Sequence[tuple[str, int]]) -> list[Handle]:  # the allocation fixes the resources
-            found = executor.map_array(run_described, [path for path, _ in jobs])
-            submitted.extend(found)
-            return [Handle(partial(_exit_code_of, job), partial(_cancel, job)) for job in found]
+            submissions = executor.map_array(run_described, [path for path, _ in jobs])
+            submitted.extend(submissions)
+            return [Handle(partial(_exit_code_of, job), partial(_cancel, job)) for job in submissions]
 
         try:
             yield submit

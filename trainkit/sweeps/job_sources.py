@@ -95,7 +95,7 @@ class JobList:
 
     def next(self, free: int) -> SweepJob | None:
         """Return the widest job that fits."""
-        return taken(self._waiting, free)
+        return pop_fitting(self._waiting, free)
 
     def ended(self, job: SweepJob, code: int) -> None:
         """Do nothing."""
@@ -105,7 +105,7 @@ class JobList:
         return False
 
 
-def taken(jobs: list[SweepJob], free: int) -> SweepJob | None:
+def pop_fitting(jobs: list[SweepJob], free: int) -> SweepJob | None:
     """Remove the first job that fits into the free slots, and return it; None if none fits."""
-    place = next((place for place, job in enumerate(jobs) if job.slots <= free), None)
-    return None if place is None else jobs.pop(place)
+    index = next((index for index, job in enumerate(jobs) if job.slots <= free), None)
+    return None if index is None else jobs.pop(index)

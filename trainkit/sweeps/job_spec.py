@@ -23,7 +23,7 @@ from trainkit.sweeps.job_sources import continued
 
 _POLL_S: Final = 0.2
 _KEYS: Final[Mapping[str, Kind]] = {"command": list, "environ": dict, "cwd": str, "log": str, "waiting": list}
-_NOW: Final[list[WorkerGroup]] = []
+_RUNNING: Final[list[WorkerGroup]] = []
 """The running job of this process, for signal handlers."""
 
 
@@ -61,13 +61,13 @@ def signals_file(path: Path) -> Path:
 def run_described(path: str) -> int:
     """Run the job of a file to its end, and forward the requested signals to it; return its exit code."""
     spec = JobSpec(**read_map(Path(path), _KEYS))
-    signals, seen, exits = signals_file(Path(path)), 0, queue.SimpleQueue[ProcessExit]()
+    signals, num_read, exits = signals_file(Path(path)), 0, queue.SimpleQueue[ProcessExit]()
     log, (host, pid, started) = Path(spec.cwd) / spec.log, spec.waiting
     command, _ = continued(spec.command, log.parent)  # a job that was preempted is run once more
     with WorkerGroup(0, exits.put) as group:
         environ = {**os.environ, "PYTHONUNBUFFERED": "1", **spec.environ}
         group.start(0, command, environ, log, cwd=Path(spec.cwd))
-        _NOW.append(group)
+        _RUNNING.append(group)
         try:
             while True:
                 with suppress(queue.Empty):
@@ -75,14 +75,14 @@ def run_described(path: str) -> int:
                 if host == host_id() and not ProcessId(pid, started).lives:
                     group.kill()
                 lines = list(read_lines(signals)) if signals.exists() else []
-                for name in [line.decode(errors="replace").strip() for line in lines[seen:]]:
+                for name in [line.decode(errors="replace").strip() for line in lines[num_read:]]:
                     if name == "SIGKILL":
                         group.kill()
                     else:
                         group.signal(signal.Signals[name])
-                seen = len(lines)
+                num_read = len(lines)
         finally:
-            _NOW.remove(group)
+            _RUNNING.remove(group)
 
 
 def _requeued(path: str) -> Any:
@@ -92,9 +92,9 @@ def _requeued(path: str) -> Any:
     """
     from submitit.helpers import DelayedSubmission  # noqa: PLC0415 - submitit called this
 
-    for group in _NOW:
+    for group in _RUNNING:
         group.signal(signal.SIGTERM)
-    for group in _NOW:
+    for group in _RUNNING:
         while group.running:
             signal.sigtimedwait([], _POLL_S)
     return DelayedSubmission(run_described, path)

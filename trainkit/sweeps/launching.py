@@ -58,7 +58,7 @@ class WarmStarter(ForkServerClient):
         """Start a job."""
         return started_in(WorkerGroup(job.number, job.report, fork=self.fork), job)
 
-    def keep(self, data: Mapping[str, Any]) -> None:
+    def share(self, data: Mapping[str, Any]) -> None:
         """Share a dataset between all later jobs if it can be shared; otherwise each job reads its own."""
         self.broadcast({"data": dict(data)})
 
@@ -103,7 +103,7 @@ class Launching:
             config.hydra.sweep.dir = str(self._folder)  # the sweeper writes into it too
         self._jobs: dict[str, SweepJob] = {}
         self._warm: WarmStarter | None = None
-        self._kept = False
+        self._shares_data = False
 
     @cached_property
     def sweep(self) -> Sweep:
@@ -132,7 +132,7 @@ class Launching:
         """
         setup_globals()
         with self._warmed(len(job_overrides)):
-            composed = [self.job(line, first + place) for place, line in enumerate(job_overrides)]
+            composed = [self.job(line, first + index) for index, line in enumerate(job_overrides)]
             jobs: dict[str, SweepJob] = {}
             for job in composed:
                 if job.name in jobs:
@@ -185,19 +185,19 @@ class Launching:
         except ConfigError as error:  # a point that a search has chosen
             label = self._label(overrides)
             raise ConfigError(
-                replace(one, rule=f"{one.rule} In the point {label}.") for one in error.problems
+                replace(problem, rule=f"{problem.rule} In the point {label}.") for problem in error.problems
             ) from error
         with open_dict(config):
             config.hydra.job.id = str(number)
             config.hydra.job.num = number
         HydraConfig.instance().set_config(config)  # `hydra.sweep.subdir` refers to the job's number
         cfg = _run_config(config)
-        if self._warm is not None and not self._kept:  # the dataset of the first job, which is usually that of all jobs
-            self._kept = True
-            self._warm.keep(cfg.data)
+        if self._warm is not None and not self._shares_data:  # usually the dataset of the first job is that of all
+            self._shares_data = True
+            self._warm.share(cfg.data)
         key = identity(cfg)
-        known = self._jobs.get(key)
-        name, folder = (known.name, known.folder) if known is not None else self._place(config, key)
+        twin = self._jobs.get(key)
+        name, folder = (twin.name, twin.folder) if twin is not None else self._name_and_folder(config, key)
         command = self._loader.command([*overrides, *self._loader.hydra_arguments], folder)
         strategy = build(cfg.strategy, "strategy")
         job = SweepJob(
@@ -212,20 +212,20 @@ class Launching:
         slots = self.sweep.slots
         problems = slots.problems(job.label, job.slots)
         if slots.on_gpus and not problems:
-            problems = numbering_problems(strategy, there=slots.count, own=job.slots)
+            problems = numbering_problems(strategy, num_gpus=slots.count, job_gpus=job.slots)
         if problems:
             raise ConfigError(problems)
         self._jobs[key] = job
         return job
 
-    def _place(self, config: DictConfig, key: str) -> tuple[str, Path]:
+    def _name_and_folder(self, config: DictConfig, key: str) -> tuple[str, Path]:
         """Return name and folder of a job; a job of an earlier sweep in this folder keeps its own."""
         row = self.sweep.record.of(key)
         if row is not None:
             return row.job, row.folder
-        taken = [job.folder for job in self._jobs.values()] + [one.folder for one in self.sweep.record.rows.values()]
-        wanted = self.sweep.folder / _subfolder(str(OmegaConf.select(config, "hydra.sweep.subdir")))
-        folder = free_name(wanted, taken)
+        used = [job.folder for job in self._jobs.values()] + [row.folder for row in self.sweep.record.rows.values()]
+        preferred = self.sweep.folder / _subfolder(str(OmegaConf.select(config, "hydra.sweep.subdir")))
+        folder = free_name(preferred, used)
         return folder.relative_to(self.sweep.folder).as_posix(), folder
 
     def _slots_of(self, strategy: Strategy) -> int:
@@ -260,8 +260,8 @@ def _folder_of(config: DictConfig, settings: Settings) -> Path:
     if settings.resume is not None and not (folder / SWEEP_FILE).is_file():
         rule = f"is not the folder of a sweep: it has no {SWEEP_FILE}."
         raise ConfigError([Problem(key="sweep.resume", value=settings.resume, rule=rule, origin=COMMAND_LINE)])
-    named = settings.resume or settings.name or any("hydra.sweep.dir" in line for line in config.hydra.overrides.hydra)
-    return folder if named else free_name(folder)
+    fixed = settings.resume or settings.name or any("hydra.sweep.dir" in line for line in config.hydra.overrides.hydra)
+    return folder if fixed else free_name(folder)
 
 
 def _run_config(config: DictConfig) -> RunConfig:
@@ -270,15 +270,15 @@ def _run_config(config: DictConfig) -> RunConfig:
     return RunConfig.from_dict(plain)  # type: ignore[arg-type]
 
 
-def numbering_problems(strategy: Strategy, *, there: int, own: int) -> list[Problem]:
+def numbering_problems(strategy: Strategy, *, num_gpus: int, job_gpus: int) -> list[Problem]:
     """Return problems of a strategy that arise only on the job's own GPUs: devices that it names by number."""
     from trainkit.strategies.base import PlanContext  # noqa: PLC0415 - imports torch
 
-    known = {problem.key for problem in strategy.validate(PlanContext(num_gpus=there))}
+    keys = {problem.key for problem in strategy.validate(PlanContext(num_gpus=num_gpus))}
     return [
         replace(problem, rule=f"{problem.rule} A job of a sweep sees only its own GPUs, numbered from 0.")
-        for problem in strategy.validate(PlanContext(num_gpus=own))
-        if problem.key not in known
+        for problem in strategy.validate(PlanContext(num_gpus=job_gpus))
+        if problem.key not in keys
     ]
 
 

@@ -142,7 +142,7 @@ _THREADS: Final = "OMP_NUM_THREADS"
 class SlotLease:
     """The slots assigned to one job."""
 
-    places: tuple[int, ...]
+    devices: tuple[int, ...]
     """Numbers of the devices."""
     environ: Mapping[str, str]
     """Environment variables that make these devices visible to the job, and no others."""
@@ -157,7 +157,7 @@ class Slots:
 
     Example:
         >>> slots = Slots(gpus=["0", "1", "2"], count=3, num_threads=4)
-        >>> slots.take(2).environ["CUDA_VISIBLE_DEVICES"], slots.take(1).places, slots.free
+        >>> slots.take(2).environ["CUDA_VISIBLE_DEVICES"], slots.take(1).devices, slots.free
         ('0,1', (2,), 0)
     """
 
@@ -191,23 +191,24 @@ class Slots:
         Raises:
             ConfigError: more slots than the machine has, or an option without effect here.
         """
-        wanted: int = 0 if settings.slots == "auto" else settings.slots
-        given = environ.get(_THREADS, "")
-        threads = int(given) if given.isdecimal() and int(given) else None
+        count: int = 0 if settings.slots == "auto" else settings.slots
+        text = environ.get(_THREADS, "")
+        threads = int(text) if text.isdecimal() and int(text) else None
         problems = []
-        if num_gpus and wanted > num_gpus:
-            found = "1 GPU" if num_gpus == 1 else f"{num_gpus} GPUs"
-            rule = f"this machine has {found}. Use {num_gpus} or less; jobs share a GPU with sweep.jobs_per_device."
-            problems.append(Problem(key="sweep.slots", value=wanted, rule=rule))
+        if num_gpus and count > num_gpus:
+            shown = "1 GPU" if num_gpus == 1 else f"{num_gpus} GPUs"
+            rule = f"this machine has {shown}. Use {num_gpus} or less; jobs share a GPU with sweep.jobs_per_device."
+            problems.append(Problem(key="sweep.slots", value=count, rule=rule))
         if not num_gpus and settings.jobs_per_device != 1:
             rule = "has no effect: there is no GPU here to share. Give sweep.slots, the number of parallel jobs."
             problems.append(Problem(key="sweep.jobs_per_device", value=settings.jobs_per_device, rule=rule))
         if problems:
             raise ConfigError(problems)
-        wanted = wanted or num_gpus or max(1, num_cores // (threads or 1))
-        share = threads or max(1, num_cores // (wanted * settings.jobs_per_device))
-        names = _names(environ, num_gpus)
-        return cls(count=wanted, gpus=names, jobs_per_device=settings.jobs_per_device, num_threads=share)
+        count = count or num_gpus or max(1, num_cores // (threads or 1))
+        share = threads or max(1, num_cores // (count * settings.jobs_per_device))
+        names = [name for name in mig_instances(environ) or map(str.strip, environ.get(VISIBLE, "").split(",")) if name]
+        gpus = names[:num_gpus] if names else list(map(str, range(num_gpus)))
+        return cls(count=count, gpus=gpus, jobs_per_device=settings.jobs_per_device, num_threads=share)
 
     @property
     def total(self) -> int:
@@ -216,7 +217,7 @@ class Slots:
 
     @property
     def in_use(self) -> int:
-        """Number of these places that are taken."""
+        """Number of these slots that are taken."""
         return self.total - sum(self._room)
 
     @property
@@ -234,49 +235,42 @@ class Slots:
         """The environment variable that sets the number of threads of a process."""
         return {} if self.num_threads is None else {_THREADS: str(self.num_threads)}
 
-    def take(self, wanted: int) -> SlotLease:
+    def take(self, count: int) -> SlotLease:
         """Assign slots to a job, on the devices with the most free slots.
 
         Raises:
             ValueError: there are not enough free slots.
         """
-        if wanted > self.free:
-            raise ValueError(f"{wanted} slots are requested, and {self.free} are free")
-        roomiest = sorted(range(self.count), key=lambda place: -self._room[place])[:wanted]
-        places = tuple(sorted(roomiest))
-        for place in places:
-            self._room[place] -= 1
-        names = ",".join(self.gpus[place] for place in places) if self.gpus else None
+        if count > self.free:
+            raise ValueError(f"{count} slots are requested, and {self.free} are free")
+        roomiest = sorted(range(self.count), key=lambda device: -self._room[device])[:count]
+        devices = tuple(sorted(roomiest))
+        for device in devices:
+            self._room[device] -= 1
+        names = ",".join(self.gpus[device] for device in devices) if self.gpus else None
         shared = {MEMORY_SHARE: str(1 / self.jobs_per_device)} if names is not None and self.jobs_per_device > 1 else {}
         return SlotLease(
-            places=places, environ={**self.threads, **({} if names is None else {VISIBLE: names}), **shared}
+            devices=devices, environ={**self.threads, **({} if names is None else {VISIBLE: names}), **shared}
         )
 
     def give_back(self, grant: SlotLease) -> None:
         """Take the slots of an ended job back."""
-        for place in grant.places:
-            self._room[place] += 1
+        for device in grant.devices:
+            self._room[device] += 1
 
-    def problems(self, label: str, wanted: int) -> list[Problem]:
+    def problems(self, label: str, count: int) -> list[Problem]:
         """Return the problem of a job that needs more slots than exist."""
-        if wanted <= self.count:
+        if count <= self.count:
             return []
-        what = "GPUs" if self.on_gpus else "slots"
-        rule = f"{label or 'a job'} takes {wanted} {what}. Give it fewer, or {self.key}={wanted} or more."
+        noun = "GPUs" if self.on_gpus else "slots"
+        rule = f"{label or 'a job'} takes {count} {noun}. Give it fewer, or {self.key}={count} or more."
         return [Problem(key=self.key, value=self.count, rule=rule)]
-
-
-def _names(environ: Mapping[str, str], num_gpus: int) -> list[str]:
-    """Return the names of the visible GPUs, as they are given to a job."""
-    named = mig_instances(environ) or map(str.strip, environ.get(VISIBLE, "").split(","))
-    visible = [name for name in named if name]
-    return visible[:num_gpus] if visible else [str(number) for number in range(num_gpus)]
 
 
 LOG: Final = "output.log"
 """The file for the output of a job, in its folder."""
 
-_LOOK_S: Final = 0.5
+_POLL_S: Final = 0.5
 _WRITE_S: Final = 10.0
 """Time between two records of what a sweep with a budget has used."""
 _GRACE_S: Final = 3.0
@@ -354,18 +348,18 @@ class Sweep:
         with reporting(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             with locked(self.folder / ".lock"), contextlib.closing(self._make_screen()) as screen:
-                round_ = SweepLoop(self, source, screen)
+                loop = SweepLoop(self, source, screen)
                 try:
-                    round_.run()
+                    loop.run()
                 finally:
-                    round_.end_all()
-        self.halted = round_.failed is not None or self.is_spent
-        if round_.signals:
+                    loop.end_all()
+        self.halted = loop.failed is not None or self.is_spent
+        if loop.signals:
             ended = len(self.requested & self.exit_codes.keys())
-            known = f" of {source.total}" if source.total is not None else ""
-            text = f"the sweep was stopped: {ended}{known} jobs were started. The same command resumes it with "
+            total = f" of {source.total}" if source.total is not None else ""
+            text = f"the sweep was stopped: {ended}{total} jobs were started. The same command resumes it with "
             text += shell_word(setting("sweep.resume", self.folder))
-            raise stop_error(stop_signals()[signal.Signals(round_.signals[0])], text)
+            raise stop_error(stop_signals()[signal.Signals(loop.signals[0])], text)
 
     def expect(self, jobs: Iterable[SweepJob]) -> None:
         """Register jobs before they start, so that jobs that never run are reported too."""
@@ -398,12 +392,12 @@ class Sweep:
             "not run": sum(row.exit_code is None for row in rows),
         }
         head = f"{len(rows)} job{'' if len(rows) == 1 else 's'}"
-        parts = [head, *(f"{number} {what}" for what, number in counts.items() if number), f"by {board.goal}"]
+        parts = [head, *(f"{number} {word}" for word, number in counts.items() if number), f"by {board.goal}"]
         print_line(f"\n{', '.join(parts)}")
         for line in (*board.lines(), *board.verdict()):
             print_line(f"  {line}")
-        for what, command in board.commands(self.folder):
-            print_line(f"  {what}: {command}")
+        for about, command in board.commands(self.folder):
+            print_line(f"  {about}: {command}")
         if page is not None:
             print_line(f"  page  {page}")
         if self.budget is not None:
@@ -418,15 +412,15 @@ class SweepLoop:
 
     def __init__(self, sweep: Sweep, source: JobSource, screen: Screen) -> None:
         self._sweep, self._source, self._screen = sweep, source, screen
-        self._news: SimpleQueue[ProcessExit | int] = SimpleQueue()
+        self._events: SimpleQueue[ProcessExit | int] = SimpleQueue()
         self._running: dict[int, _Running] = {}
         self._lines: dict[str, JobLine] = {}
         self._tries: dict[str, int] = {}
         self._number = 0
         self._kill_at = float("inf")
-        self._look_at = 0.0
+        self._poll_at = 0.0
         self._counted_at = self._written_at = time.monotonic()
-        self._is_told = False
+        self._budget_reported = False
         self._metric: str | None = None
         """The monitored metric, once a job has written its config."""
         self.signals: list[int] = []
@@ -436,7 +430,7 @@ class SweepLoop:
 
     def run(self) -> None:
         """Run all jobs of the source to their ends, or until a signal."""
-        with signals_to(self._news.put):
+        with signals_to(self._events.put):
             while True:
                 if not self.signals and self.failed is None and not self._sweep.is_spent:
                     self._fill()
@@ -448,8 +442,8 @@ class SweepLoop:
 
     def end_all(self) -> None:
         """Kill all running jobs."""
-        for one in self._running.values():
-            one.process.kill()
+        for running in self._running.values():
+            running.process.kill()
 
     # --- starting
 
@@ -463,15 +457,15 @@ class SweepLoop:
         """Return whether the result of a job exists already, or is being computed."""
         sweep = self._sweep
         again = f"{job.label or 'the point'}: equals job {job.name}, which runs only once"
-        twin = next((one for one in self._running.values() if one.job.name == job.name), None)
+        twin = next((running for running in self._running.values() if running.job.name == job.name), None)
         if twin is not None:
             twin.duplicates.append(job)
             self._screen.report(again)
             return True
         row = sweep.record.add(job)
-        known = job.name in self._lines
+        is_listed = job.name in self._lines
         sweep.requested.add(job.name)
-        if known and row.exit_code == ConfigError.exit_code:  # it would be refused again
+        if is_listed and row.exit_code == ConfigError.exit_code:  # it would be refused again
             self._screen.report(again)
             self._source.ended(job, ConfigError.exit_code)
             return True
@@ -480,7 +474,7 @@ class SweepLoop:
             return False
         row.exit_code = 0
         sweep.note()
-        if known:
+        if is_listed:
             self._screen.report(again)
         else:
             self._screen.report(f"{_named(job)}: already has a result, in {job.folder}")
@@ -493,7 +487,7 @@ class SweepLoop:
     def _begin(self, job: SweepJob) -> None:
         grant = self._sweep.slots.take(job.slots)
         tries = self._tries[job.name] = self._tries.get(job.name, 0) + 1
-        found = read_status(RunFolder(job.folder))
+        status = read_status(RunFolder(job.folder))
         row = self._sweep.record.rows[job.name]
         if not row.tries:
             RunFolder(job.folder).forget_result()  # the result of another config
@@ -508,7 +502,7 @@ class SweepLoop:
                     command=command,
                     environ=grant.environ,
                     log=job.folder / LOG,
-                    report=self._news.put,
+                    report=self._events.put,
                     slots=job.slots,
                 )
             )
@@ -519,26 +513,26 @@ class SweepLoop:
         self._lines.pop(job.name, None)
         self._lines[job.name] = line
         self._running[self._number] = _Running(job=job, process=process, grant=grant, line=line, begun=time.monotonic())
-        before = "" if found.state == "unknown" else f": the run {found.summary()}"
-        what = "starts" if not goes_on else f"goes on{before}" if tries == 1 else f"continues, try {tries}"
-        self._screen.report(f"{_named(job)} {what}", transient=True)
+        before = "" if status.state == "unknown" else f": the run {status.summary()}"
+        text = "starts" if not goes_on else f"goes on{before}" if tries == 1 else f"continues, try {tries}"
+        self._screen.report(f"{_named(job)} {text}", transient=True)
 
     # --- waiting
 
     def _take(self) -> None:
         """Wait for an event and handle it."""
         try:
-            event = self._news.get(timeout=_LOOK_S)
+            event = self._events.get(timeout=_POLL_S)
         except Empty:
             return
         finally:
             self._count()
         if not isinstance(event, ProcessExit):
             self._forward_signal(event)
-        elif (one := self._running.pop(event.attempt, None)) is not None:
-            one.process.kill()
-            self._sweep.slots.give_back(one.grant)
-            self._end(one, event.code)
+        elif (running := self._running.pop(event.attempt, None)) is not None:
+            running.process.kill()
+            self._sweep.slots.give_back(running.grant)
+            self._end(running, event.code)
 
     def _count(self) -> None:
         """Add the time since the last call to what the sweep has used, and stop its jobs if that is its budget."""
@@ -551,29 +545,29 @@ class SweepLoop:
         if now - self._written_at > _WRITE_S:  # what a killed sweep has used counts for the next one
             self._written_at = now
             sweep.record.write()
-        if sweep.is_spent and not self._is_told:
-            self._is_told = True
+        if sweep.is_spent and not self._budget_reported:
+            self._budget_reported = True
             text = f"sweep.budget={sweep.budget.text} is used up; {len(self._running)} running, each saves first"
             self._screen.report(f"stopping: {text}")
-            for one in self._running.values():
-                one.process.signal(signal.SIGINT)
+            for running in self._running.values():
+                running.process.signal(signal.SIGINT)
 
     def _poll(self) -> None:
         """Update the progress of the running jobs."""
-        if (now := time.monotonic()) < self._look_at:
+        if (now := time.monotonic()) < self._poll_at:
             return
-        self._look_at = now + _LOOK_S
+        self._poll_at = now + _POLL_S
         if now >= self._kill_at:
             self.end_all()
-        for one in list(self._running.values()):
-            self._look(one)
-            if not one.stopped_by_search and not self.signals and self._source.watch(one.job):
-                one.stopped_by_search = True
-                one.process.signal(signal.SIGINT)
+        for running in list(self._running.values()):
+            self._read_progress(running)
+            if not running.stopped_by_search and not self.signals and self._source.watch(running.job):
+                running.stopped_by_search = True
+                running.process.signal(signal.SIGINT)
 
-    def _look(self, one: _Running) -> None:
-        one.line.progress = watched(one.job.folder, one.job.folder)
-        if self._metric is None and (cfg := config_of(one.job.folder)) is not None:
+    def _read_progress(self, running: _Running) -> None:
+        running.line.progress = watched(running.job.folder, running.job.folder)
+        if self._metric is None and (cfg := config_of(running.job.folder)) is not None:
             self._metric = MonitoredMetric.of(cfg.eval).metric
 
     def _forward_signal(self, number: int) -> None:
@@ -583,8 +577,8 @@ class SweepLoop:
         if len(self.signals) > _MOST_SIGNALS:
             self.end_all()
         else:
-            for one in self._running.values():
-                one.process.signal(signal.Signals(number))
+            for running in self._running.values():
+                running.process.signal(signal.Signals(number))
         if len(self.signals) == _MOST_SIGNALS:
             self._kill_at = time.monotonic() + _GRACE_S
         elif len(self.signals) == 1:
@@ -594,37 +588,37 @@ class SweepLoop:
 
     # --- ending
 
-    def _end(self, one: _Running, code: int) -> None:
-        job, row = one.job, self._sweep.record.rows[one.job.name]
-        one.line.seconds = time.monotonic() - one.begun
-        self._look(one)
-        pruned = one.stopped_by_search and code in STOPPED
-        may = not self.signals and not pruned and code not in NOT_TRIED_AGAIN and not self._sweep.is_spent
-        if may and self._tries[job.name] <= self._sweep.retries:
+    def _end(self, running: _Running, code: int) -> None:
+        job, row = running.job, self._sweep.record.rows[running.job.name]
+        running.line.seconds = time.monotonic() - running.begun
+        self._read_progress(running)
+        pruned = running.stopped_by_search and code in STOPPED
+        may_retry = not self.signals and not pruned and code not in NOT_TRIED_AGAIN and not self._sweep.is_spent
+        if may_retry and self._tries[job.name] <= self._sweep.retries:
             self._screen.report(f"{_named(job)}: {died(code)}; it is tried again")
             self._begin(job)  # at once: its slots are free, and it precedes jobs that have not started
-            self._running[self._number].duplicates = one.duplicates
+            self._running[self._number].duplicates = running.duplicates
             return
         row.exit_code, row.pruned = code, pruned
         state: State = "done" if code == 0 else "pruned" if pruned else "stopped" if code in STOPPED else "failed"
-        one.line.state = state
+        running.line.state = state
         self._sweep.note()
-        told, log = f"{_named(job)} {state}", job.folder / LOG
+        text, log = f"{_named(job)} {state}", job.folder / LOG
         if state == "failed":
-            said = last_line(log)
-            told += f": {died(code)}{f', {said}' if said else ''} ({log})"
+            last = last_line(log)
+            text += f": {died(code)}{f', {last}' if last else ''} ({log})"
         else:
-            found = one.line.progress
-            metric = None if found is None else found["metrics"].get(self._metric or "")
-            told += f", {figure(metric)}" if state == "done" and metric is not None else ""
-            told += f", {one.line.seconds:.1f} s"
-        self._screen.report(told)
+            progress = running.line.progress
+            metric = None if progress is None else progress["metrics"].get(self._metric or "")
+            text += f", {figure(metric)}" if state == "done" and metric is not None else ""
+            text += f", {running.line.seconds:.1f} s"
+        self._screen.report(text)
         if state == "failed" and self._sweep.on_error == "stop" and self.failed is None:
             self.failed = job
             self._screen.report(f"stopping: {len(self._running)} running, each saves first (sweep.on_error=stop)")
             for other in self._running.values():
                 other.process.signal(signal.SIGINT)
-        for twin in (job, *one.duplicates):
+        for twin in (job, *running.duplicates):
             self._source.ended(twin, code)
 
     def _show(self) -> None:

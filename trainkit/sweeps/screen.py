@@ -141,21 +141,21 @@ def table_of(view: View, *, height: int) -> RenderableType:
 def _chosen(lines: Sequence[JobLine], room: int) -> tuple[list[JobLine], int]:
     """Return the running jobs, the failed jobs and the jobs that ended last, as many as fit, in order."""
     weight = {"running": 0, "failed": 1, "stopped": 2, "pruned": 3, "done": 3}
-    places = sorted(range(len(lines)), key=lambda place: (weight[lines[place].state], -place))[:room]
-    return [lines[place] for place in sorted(places)], len(lines) - len(places)
+    indices = sorted(range(len(lines)), key=lambda index: (weight[lines[index].state], -index))[:room]
+    return [lines[index] for index in sorted(indices)], len(lines) - len(indices)
 
 
 def _cells(line: JobLine, goal: str) -> tuple[str, ...]:
-    left, now = "" if line.seconds is None else duration(line.seconds), line.progress
-    if now is None:
-        return line.name, line.state, "", "", "", left, line.label
-    step, last = now["step"], now["last_step"]
+    remaining, progress = "" if line.seconds is None else duration(line.seconds), line.progress
+    if progress is None:
+        return line.name, line.state, "", "", "", remaining, line.label
+    step, last = progress["step"], progress["last_step"]
     done = "" if step is None or not last else f" {share(min(1.0, step / last)):>5}"
     if line.state == "running":
-        left = clock(math.inf if now["remaining_s"] is None else now["remaining_s"])
-    values = (now["metrics"].get(name) for name in (goal, "train/loss"))
+        remaining = clock(math.inf if progress["remaining_s"] is None else progress["remaining_s"])
+    values = (progress["metrics"].get(name) for name in (goal, "train/loss"))
     metric, loss = ("" if value is None else figure(value) for value in values)
-    return line.name, line.state, "" if step is None else count(step) + done, metric, loss, left, line.label
+    return line.name, line.state, "" if step is None else count(step) + done, metric, loss, remaining, line.label
 
 
 def screen_for() -> Screen:

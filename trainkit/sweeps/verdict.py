@@ -114,7 +114,7 @@ def verdict(
 
 
 def far_pair(differences: Sequence[float]) -> int | None:
-    """Return the place of a difference that is too far from the mean of the others to be a normal one; None without.
+    """Return the index of a difference that is too far from the mean of the others to be a normal one; None without.
 
     The bound is 3.6 + 15 / (n - 3) deviations of the others, which about one of 100 sets of n normal differences passes
     (Grubbs 1950: 11.4 for n = 5, 5.3 for 10, 4.1 for 30).
@@ -126,10 +126,10 @@ def far_pair(differences: Sequence[float]) -> int | None:
     if len(differences) < FEWEST:
         return None
     mean = fmean(differences)
-    place = max(range(len(differences)), key=lambda at: abs(differences[at] - mean))
-    others = [*differences[:place], *differences[place + 1 :]]
+    index = max(range(len(differences)), key=lambda i: abs(differences[i] - mean))
+    others = [*differences[:index], *differences[index + 1 :]]
     far = 3.6 + 15 / (len(differences) - 3)
-    return place if abs(differences[place] - fmean(others)) > far * stdev(others) else None
+    return index if abs(differences[index] - fmean(others)) > far * stdev(others) else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -161,23 +161,23 @@ def standings(
     Example:
         >>> losses = {"a": [1.0, 1.1, 0.9, 1.0], "b": [1.2, 1.31, 1.09, 1.2], "c": [1.1, 1.0, 1.0, 1.0]}
         >>> table = {name: dict(zip("0123", values)) for name, values in losses.items()}
-        >>> [(one.name, one.rival) for one in standings(table)]
+        >>> [(item.name, item.rival) for item in standings(table)]
         [('a', ''), ('c', ''), ('b', 'a')]
     """
     sign = 1 if lower_is_better else -1
     order = sorted(table, key=lambda name: sign * fmean(table[name].values()))
     level = alpha / max(len(table) - 1, 1)
-    found = []
-    for place, name in enumerate(order):
+    result = []
+    for rank, name in enumerate(order):
         standing = Standing(name=name, seeds=len(table[name]))
-        for rival in order[:place]:
+        for rival in order[:rank]:
             pairs = [value - table[rival][seed] for seed, value in table[name].items() if seed in table[rival]]
-            one = verdict(pairs, level, lower_is_better=lower_is_better, resolution=resolution) if pairs else None
-            if one is not None and one.answer == "worse":
-                standing = replace(standing, rival=rival, verdict=one)
+            test = verdict(pairs, level, lower_is_better=lower_is_better, resolution=resolution) if pairs else None
+            if test is not None and test.answer == "worse":
+                standing = replace(standing, rival=rival, verdict=test)
                 break
-        found.append(standing)
-    return found
+        result.append(standing)
+    return result
 
 
 _MOST_COUNTED: Final = 10_000
@@ -186,7 +186,7 @@ _ROUNDING: Final = 2e-7
 """Largest relative error of a fraction: that of one in float32."""
 
 
-def resolution_of(found: Iterable[float]) -> float:
+def resolution_of(figures: Iterable[float]) -> float:
     """Return the step of values that are counts over one number of samples; 0 for others, such as a mean loss.
 
     That number is the smallest one up to 10,000 of which all values are fractions; chance finds none for eight values.
@@ -195,7 +195,7 @@ def resolution_of(found: Iterable[float]) -> float:
         >>> resolution_of([0.5, 0.75, 0.75, 1.0]), resolution_of([0.64701836, 0.64340172, 0.63940158, 0.64512311])
         (0.25, 0.0)
     """
-    values = sorted({*found})
+    values = sorted({*figures})
     for size in range(1, _MOST_COUNTED + 1):
         if all(math.isclose(value * size, round(value * size), rel_tol=_ROUNDING) for value in values):
             counts = [round(value * size) for value in values]
@@ -203,7 +203,7 @@ def resolution_of(found: Iterable[float]) -> float:
     return 0.0
 
 
-def sentences(found: Sequence[Standing]) -> Iterator[str]:
+def sentences(candidates: Sequence[Standing]) -> Iterator[str]:
     """Yield which candidates may be the best, and by how much each of the others is worse than one of them.
 
     Example:
@@ -213,13 +213,13 @@ def sentences(found: Sequence[Standing]) -> Iterator[str]:
         may be best: a (4 seeds)
         b worse than a by 0.2 [0.13, 0.27]
     """
-    best = [one for one in found if one.verdict is None]
-    low, high = min(one.seeds for one in best), max(one.seeds for one in best)
+    best = [candidate for candidate in candidates if candidate.verdict is None]
+    low, high = min(candidate.seeds for candidate in best), max(candidate.seeds for candidate in best)
     seeds = f"{low} seed{'' if low == 1 else 's'}" if low == high else f"{low} to {high} seeds"
     hint = f"; nothing is concluded from fewer than {FEWEST}" if high < FEWEST else ""
-    yield f"may be best: {', '.join(one.name for one in best)} ({seeds}{hint})"
-    for one in found:
-        if one.verdict is not None:
-            low_by, high_by = sorted(map(abs, (one.verdict.low, one.verdict.high)))
-            by = abs(one.verdict.difference)
-            yield f"{one.name} worse than {one.rival} by {by:.4g} [{low_by:.4g}, {high_by:.4g}]"
+    yield f"may be best: {', '.join(candidate.name for candidate in best)} ({seeds}{hint})"
+    for candidate in candidates:
+        if candidate.verdict is not None:
+            low_by, high_by = sorted(map(abs, (candidate.verdict.low, candidate.verdict.high)))
+            gap = abs(candidate.verdict.difference)
+            yield f"{candidate.name} worse than {candidate.rival} by {gap:.4g} [{low_by:.4g}, {high_by:.4g}]"

@@ -46,11 +46,11 @@ def compare_runs(folders: Sequence[Path]) -> Comparison:
     """
     cfgs = [load_resolved(folder / "resolved.yaml") for folder in folders]
     tags: dict[str, Tag] = {}
-    for one in (one for cfg in cfgs[1:] for one in difference(cfgs[0], cfg)):
-        tags[one.key] = min(tags.get(one.key, one.tag), one.tag, key=_ORDER.index)
+    for item in (item for cfg in cfgs[1:] for item in difference(cfgs[0], cfg)):
+        tags[item.key] = min(tags.get(item.key, item.tag), item.tag, key=_ORDER.index)
     values = [{".".join(path): yaml_text(value) for path, value in leaves(cfg.to_dict())} for cfg in cfgs]
     differences = [
-        DifferingKey(key=key, tag=tag.value, values=[one.get(key, "") for one in values])
+        DifferingKey(key=key, tag=tag.value, values=[of_run.get(key, "") for of_run in values])
         for key, tag in tags.items()
         if key != "name"
     ]
@@ -58,10 +58,10 @@ def compare_runs(folders: Sequence[Path]) -> Comparison:
     runs = [
         _compared(
             read_entry(folder, job=name),
-            settings={one.key: one.values[place] for one in differences if one.tag != Tag.cosmetic.value},
+            settings={item.key: item.values[index] for item in differences if item.tag != Tag.cosmetic.value},
             command=repeating_command(_read(folder / "environment.json", {"argv": list}, {"begun": dict})),
         )
-        for place, (folder, name) in enumerate(zip(folders, names, strict=True))
+        for index, (folder, name) in enumerate(zip(folders, names, strict=True))
     ]
     goals = [MonitoredMetric.of(cfg.eval) for cfg in cfgs]
     notes = [f"The runs monitor different metrics; the page shows that of {names[0]}."] if len({*goals}) > 1 else []
@@ -72,7 +72,7 @@ def _names(folders: Sequence[Path]) -> list[str]:
     """Return the shortest ends of the paths that differ."""
     parts = [folder.absolute().parts for folder in folders]
     for length in range(1, max(map(len, parts)) + 1):
-        names = ["/".join(one[-length:]) for one in parts]
+        names = ["/".join(path[-length:]) for path in parts]
         if len({*names}) == len(names):
             return names
     return [str(folder) for folder in folders]
@@ -151,13 +151,13 @@ def spread_of_run(folder: Path) -> Spread | None:
 
 def spreads_of(entries: Sequence[JobResult], metric: str) -> dict[Path, Spread]:
     """Return the folder of a job -> mean and spread of at least two finished jobs that differ from it in the seed."""
-    found = {}
+    spreads = {}
     for point in by_point(entries):
         values = [run.metrics[metric] for run in point.runs if run.status == "finished" and metric in run.metrics]
         if len(values) > 1 and len(point.repeats(FOLD)) == 1:
             spread = Spread(mean=fmean(values), deviation=stdev(values), num_seeds=len(values))
-            found.update({run.folder.absolute(): spread for run in point.runs})
-    return found
+            spreads.update({run.folder.absolute(): spread for run in point.runs})
+    return spreads
 
 
 FILE: Final = "report.html"
@@ -189,10 +189,10 @@ def _add_spreads(folder: Path, comparison: Comparison) -> None:
     """Write the pages of jobs with other seeds again; the rows are those of the comparison."""
     spreads = spreads_of(read_entries(folder), comparison.goal.metric)
     for job in comparison.runs:
-        place = Path(job.folder)
-        spread, page = spreads.get(place.absolute()), place / FILE
+        run_dir = Path(job.folder)
+        spread, page = spreads.get(run_dir.absolute()), run_dir / FILE
         try:
             if spread is not None and page.is_file():
-                write_run_page(RunFolder(place), page, rows=job.rows, spread=spread)
+                write_run_page(RunFolder(run_dir), page, rows=job.rows, spread=spread)
         except Exception as error:  # noqa: BLE001 - as above
             _log.warning("%s cannot be written: %s: %s", page, type(error).__name__, error)

@@ -67,8 +67,8 @@ def best_of(board: Leaderboard, count: int) -> list[JobResult]:
     if count < 2:
         raise refusal(f"--k {count}", "an ensemble needs at least 2 members.")
     if len(ranked) < count:
-        had = f"{len(ranked)} run{'' if len(ranked) == 1 else 's'}"
-        raise refusal(f"--k {count}", f"only {had} there {'has' if len(ranked) == 1 else 'have'} {board.goal.metric}.")
+        runs, have = ("run", "has") if len(ranked) == 1 else ("runs", "have")
+        raise refusal(f"--k {count}", f"only {len(ranked)} {runs} there {have} {board.goal.metric}.")
     return ranked[:count]
 
 
@@ -88,7 +88,7 @@ def combine(entries: Sequence[JobResult], *, checkpoint: Which = "last") -> list
         raise ConfigError(problems)
     objective = _objective(cfgs[0])
     models = [load_model(entry.folder, checkpoint=checkpoint) for entry in entries]
-    found = [
+    candidates = [
         Candidate(name=f"job {entry.job}", model=model, settings=" ".join(entry.overrides), node=cfg.model)
         for entry, model, cfg in zip(entries, models, cfgs, strict=True)
     ]
@@ -100,29 +100,29 @@ def combine(entries: Sequence[JobResult], *, checkpoint: Which = "last") -> list
         "members": [dict(cfg.model) for cfg in cfgs],
     }
     joined = Ensemble(members=models, combine=way, class_dim=objective.class_dim).eval()
-    found.append(Candidate(name=f"ensemble of {len(models)}", model=joined, settings=f"mean of {way}", node=node))
+    candidates.append(Candidate(name=f"ensemble of {len(models)}", model=joined, settings=f"mean of {way}", node=node))
     shapes = [{name: tensor.shape for name, tensor in model.state_dict().items()} for model in models]
     if all(other == shapes[0] for other in shapes[1:]):
         averaged = AveragedModel(models[0])
         for model in models:
             averaged.update_parameters(model)
         mean = copied(averaged.module).eval()
-        found.append(Candidate(name=_AVERAGED, model=mean, settings="one model", node=cfgs[0].model))
-    return found
+        candidates.append(Candidate(name=_AVERAGED, model=mean, settings="one model", node=cfgs[0].model))
+    return candidates
 
 
 def _mismatches(entries: Sequence[JobResult], cfgs: Sequence[RunConfig]) -> list[Problem]:
     best, *others = zip(entries, cfgs, strict=True)
     return [
         Problem(
-            key=one.key,
-            value=one.right,
-            rule=f"job {entry.job} has it, and job {best[0].job}, the best, {one.left}. Members are scored on the same "
-            "samples by the same loss: fix it in the sweep, or take a smaller --k.",
+            key=item.key,
+            value=item.right,
+            rule=f"job {entry.job} has it, and job {best[0].job}, the best, {item.left}. Members are scored on the "
+            "same samples by the same loss: fix it in the sweep, or take a smaller --k.",
         )
         for entry, cfg in others
-        for one in difference(best[1], cfg)
-        if one.matters and one.key.split(".")[0] in _SAME
+        for item in difference(best[1], cfg)
+        if item.matters and item.key.split(".")[0] in _SAME
     ]
 
 
@@ -154,34 +154,34 @@ def score(
     precision: Precision = build(cfg.precision, "precision")
     precision.apply_globally(devices[0].type)  # by default torch rounds the products of a convolution to ten bits
     size = cfg.eval.batch_size or _BATCH
-    for one in candidates:
-        if one.name == _AVERAGED:  # the batch statistics of the members are wrong for the averaged weights
+    for candidate in candidates:
+        if candidate.name == _AVERAGED:  # the batch statistics of the members are wrong for the averaged weights
             counted = batches_of(cfg, splits["train"], size, devices[0])
-            update_bn((objective.split_batch(batch)[0] for batch in counted), one.model)
-            one.model.eval()
+            update_bn((objective.split_batch(batch)[0] for batch in counted), candidate.model)
+            candidate.model.eval()
     if precision.model_dtype is not precision.master_dtype:  # the written model keeps the master weights
         candidates = copy.deepcopy(candidates)
-    for one in candidates:
-        if isinstance(one.model, Ensemble):
-            one.model.spread(devices)
+    for candidate in candidates:
+        if isinstance(candidate.model, Ensemble):
+            candidate.model.spread(devices)
         else:
-            precision.adapt(one.model)
-    found = []
-    for one in candidates:
-        device, figures = next(one.model.parameters()).device, dict[str, float]()
-        local = LocalModel(model=one.model, device=device, data_ranks=LocalCollective(), precision=precision)
+            precision.adapt(candidate.model)
+    scored = []
+    for candidate in candidates:
+        device, figures = next(candidate.model.parameters()).device, dict[str, float]()
+        local = LocalModel(model=candidate.model, device=device, data_ranks=LocalCollective(), precision=precision)
         for split in (*validation_splits(splits), *test_splits(splits)):
             batches = batches_of(cfg, splits[split], size, device)
             figures |= evaluate(local, objective, batches, split=split).figures
-        found.append((one, figures))
-    return found
+        scored.append((candidate, figures))
+    return scored
 
 
 def export(candidates: Sequence[Candidate], folder: Path, *, about: Mapping[str, Any]) -> list[Path]:
     """Write the scored ensemble, and the averaged weights into `averaged` below it; return the folders."""
-    written = []
-    for one in candidates:
-        if isinstance(one.model, Ensemble) or one.name == _AVERAGED:
-            written.append(folder / "averaged" if one.name == _AVERAGED else folder)
-            write_model(written[-1], one.model, one.node, about=about)
-    return written
+    paths = []
+    for candidate in candidates:
+        if isinstance(candidate.model, Ensemble) or candidate.name == _AVERAGED:
+            paths.append(folder / "averaged" if candidate.name == _AVERAGED else folder)
+            write_model(paths[-1], candidate.model, candidate.node, about=about)
+    return paths

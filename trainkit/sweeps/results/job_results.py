@@ -90,15 +90,15 @@ class JobResult:
     def repeats(self, key: str) -> list[str]:
         """Return the values of `seed` or `cv.fold` among the arguments of its runs, each once; the default is empty."""
         arguments = (dict(key_value(text) for text in run.arguments) for run in self.runs or (self,))
-        return list(dict.fromkeys(found.get(key, "") for found in arguments))
+        return list(dict.fromkeys(settings.get(key, "") for settings in arguments))
 
     def by_seed(self, metric: str) -> dict[str, float]:
         """Return the value of each seed that has one; over folds its mean."""
-        found: dict[str, list[float]] = {}
+        per_seed: dict[str, list[float]] = {}
         for run in self.runs or (self,):
             if math.isfinite(value := run.metrics.get(metric, math.nan)):
-                found.setdefault(run.repeats(SEED)[0], []).append(value)
-        return {seed: fmean(values) for seed, values in found.items()}
+                per_seed.setdefault(run.repeats(SEED)[0], []).append(value)
+        return {seed: fmean(values) for seed, values in per_seed.items()}
 
 
 SEED: Final = "seed"
@@ -213,8 +213,8 @@ def read_entries(folder: Path) -> list[JobResult]:
     try:
         rows = read_jobs(folder)
     except AbsentFileError:
-        found = sorted(path.parent for path in folder.rglob("result.json"))
-        return [read_entry(run, job=relative(run, folder)) for run in found]
+        folders = sorted(path.parent for path in folder.rglob("result.json"))
+        return [read_entry(run, job=relative(run, folder)) for run in folders]
     labels = varied_overrides([row.overrides for row in rows])
     return [
         replace(
@@ -239,19 +239,19 @@ def read_sweep(folder: Path) -> tuple[list[Row], dict[str, float]]:
     """
     path = folder / SWEEP_FILE
     try:
-        found = read_map(path, {"jobs": list}, optional={"spent": dict}, limit=_MAX_BYTES)
-        jobs = expect_maps(found["jobs"], _JOB, optional=_LATER)
+        data = read_map(path, {"jobs": list}, optional={"spent": dict}, limit=_MAX_BYTES)
+        jobs = expect_maps(data["jobs"], _JOB, optional=_LATER)
         for job in jobs:
-            place = Path(job["folder"])
-            if place.is_absolute() or ".." in place.parts:
+            subfolder = Path(job["folder"])
+            if subfolder.is_absolute() or ".." in subfolder.parts:
                 raise ValueError(f"its job {job['job'][:40]!a} lies outside the folder of the sweep")
             if not all(isinstance(text, str) for text in job["overrides"]):
                 raise ValueError(f"an override of its job {job['job'][:40]!a} is not text")
     except ValueError as error:
         raise UnreadableError(path, str(error)) from None
-    own = [{name: job[name] for name in (*_JOB, *_LATER) if name in job} for job in jobs]
-    rows = [Row(**{**job, "folder": folder / job["folder"], "overrides": tuple(job["overrides"])}) for job in own]
-    return rows, {name: float(one) for name, one in found.get("spent", {}).items() if isinstance(one, int | float)}
+    fields = [{name: job[name] for name in (*_JOB, *_LATER) if name in job} for job in jobs]
+    rows = [Row(**{**job, "folder": folder / job["folder"], "overrides": tuple(job["overrides"])}) for job in fields]
+    return rows, {name: float(value) for name, value in data.get("spent", {}).items() if isinstance(value, int | float)}
 
 
 def relative(folder: Path, base: Path) -> str:
@@ -297,8 +297,8 @@ def _combine(runs: Sequence[JobResult]) -> JobResult:
     return JobResult(
         job=f"{jobs[0]}-{jobs[-1]}" if is_range else ",".join(jobs),
         status=f"{len(ended)} of {len(runs)} {'folds' if has_folds else 'runs'}, {others[0]}" if others else "finished",
-        metrics={name: fmean(found) for name, found in values.items()},
-        spread={name: _spread(found) for name, found in values.items()},
+        metrics={name: fmean(column) for name, column in values.items()},
+        spread={name: _spread(column) for name, column in values.items()},
         overrides=without_repeats(first.overrides),
         seconds=sum(seconds) if seconds else None,
         folder=first.folder,
@@ -340,9 +340,9 @@ class SweepState:
             rows, spent = [], {}
             if other := next(folder.glob("leaderboard.*"), None):
                 raise refusal(str(other), "was not written by a sweep, which would replace it. Move it.") from None
-        found = cls(folder=folder, rows={row.job: row for row in rows}, command=tuple(command), budget=budget)
-        found.spent |= {name: spent[name] for name in found.spent if name in spent}
-        return found
+        state = cls(folder=folder, rows={row.job: row for row in rows}, command=tuple(command), budget=budget)
+        state.spent |= {name: spent[name] for name in state.spent if name in spent}
+        return state
 
     def use(self, seconds: float, *, runs: bool, devices: float) -> None:
         """Count seconds in which these devices worked; the clock counts while a job runs."""
@@ -355,12 +355,12 @@ class SweepState:
 
     def add(self, job: SweepJob) -> Row:
         """Register a job; a known job of this name keeps its results if its config is the same."""
-        known = self.rows.get(job.name)
-        if known is None or known.config != job.config or not job.config:
-            known = Row(job=job.name, folder=job.folder, overrides=job.overrides)
-        known.overrides, known.config, known.slots = job.overrides, job.config, job.slots
-        self.rows[job.name] = known
-        return known
+        row = self.rows.get(job.name)
+        if row is None or row.config != job.config or not job.config:
+            row = Row(job=job.name, folder=job.folder, overrides=job.overrides)
+        row.overrides, row.config, row.slots = job.overrides, job.config, job.slots
+        self.rows[job.name] = row
+        return row
 
     def forget_others(self, names: set[str]) -> None:
         """Remove jobs of an earlier sweep that have no result and are not part of this one."""
@@ -402,17 +402,17 @@ class MetricRows:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path, self._read = path, 0
+        self._path, self._offset = path, 0
 
     def new(self) -> list[dict[str, Any]]:
         """Return the new rows; each has a `step`."""
         try:
-            if size_of(self._path) < self._read:
-                self._read = 0
-            lines = list(read_lines(self._path, start=self._read))
+            if size_of(self._path) < self._offset:
+                self._offset = 0
+            lines = list(read_lines(self._path, start=self._offset))
         except UnreadableError:
             return []
-        self._read += sum(map(len, lines))
+        self._offset += sum(map(len, lines))
         rows = []
         for line in lines:
             with contextlib.suppress(ValueError):

@@ -80,7 +80,7 @@ class Leaderboard:
         """Order the entries by a metric."""
         board = cls(goal=goal, entries=tuple(entries))
 
-        def place(entry: JobResult) -> tuple[int, float, float]:
+        def order(entry: JobResult) -> tuple[int, float, float]:
             value = board.value(entry)
             if value is None:
                 return (3, 0.0, 0.0)
@@ -88,7 +88,7 @@ class Leaderboard:
             return (_ORDER.get(entry.status, 2), goal.sign * value, math.inf if math.isnan(tie) else tie)
 
         also = None if also == goal.metric else also
-        return cls(goal=goal, entries=tuple(sorted(board.entries, key=place)), also=also)
+        return cls(goal=goal, entries=tuple(sorted(board.entries, key=order)), also=also)
 
     def value(self, entry: JobResult) -> float | None:
         """Return the value that orders an entry; None if it lacks the metric, or the value is not finite."""
@@ -151,8 +151,8 @@ class Leaderboard:
         if len(table) < 2 or max(map(len, table.values())) < 2:
             return []
         resolution = verdict.resolution_of(value for column in table.values() for value in column.values())
-        found = verdict.standings(table, lower_is_better=self.goal.mode == "min", resolution=resolution)
-        lines = [*verdict.sentences(found)]
+        standings = verdict.standings(table, lower_is_better=self.goal.mode == "min", resolution=resolution)
+        lines = [*verdict.sentences(standings)]
         more = len(lines) - 1 - _MOST_OUT
         return [*lines[: 1 + _MOST_OUT], *([f"and {more} more are worse than another"] if more > 0 else [])]
 
@@ -164,13 +164,13 @@ class Leaderboard:
             '0 jobs'
         """
         kinds = Counter(entry.status for entry in self.entries)
-        return ", ".join([f"{len(self.entries)} {self.unit}", *(f"{many} {kind}" for kind, many in kinds.items())])
+        return ", ".join([f"{len(self.entries)} {self.unit}", *(f"{number} {kind}" for kind, number in kinds.items())])
 
     @property
     def unit(self) -> str:
         """What an entry is: a job, or a point with several runs."""
-        one = "point" if any(entry.runs for entry in self.entries) else "job"
-        return one if len(self.entries) == 1 else f"{one}s"
+        noun = "point" if any(entry.runs for entry in self.entries) else "job"
+        return noun if len(self.entries) == 1 else f"{noun}s"
 
     def commands(self, folder: Path) -> list[tuple[str, str]]:
         """Return the next commands and their descriptions; empty if no job has the metric.
@@ -183,8 +183,8 @@ class Leaderboard:
             return []
         again = ("the best point again", command_of(best))
         if not best.runs:  # one seed may be a lucky one
-            others = [text for text in best.arguments if key_value(text)[0] != SEED]
-            again = ("the best point with other seeds", _command([*others, f"{SEED}={_SEEDS}"], best, "-m"))
+            fixed = [text for text in best.arguments if key_value(text)[0] != SEED]
+            again = ("the best point with other seeds", _command([*fixed, f"{SEED}={_SEEDS}"], best, "-m"))
         then = printed_command("top", [folder, "--k", "1", "--then", ALL_DEVICES])
         return [again, ("the best on all devices", then)]
 
@@ -201,8 +201,8 @@ class Leaderboard:
             folder = relative(entry.folder, base)
             cells[-1] = f"[{folder}]({folder})" if cells[-1] else ""
             lines.append(f"| {' | '.join(cells)} |")
-        for what, command in self.commands(base):
-            lines += ["", f"{what[0].upper()}{what[1:]}:", "", "```bash", command, "```"]
+        for about, command in self.commands(base):
+            lines += ["", f"{about[0].upper()}{about[1:]}:", "", "```bash", command, "```"]
         return "\n".join(lines) + "\n"
 
     def csv(self, *, base: Path) -> str:
@@ -225,13 +225,13 @@ def command_of(entry: JobResult) -> str:
     if not entry.arguments:
         return ""
     seeds = entry.repeats(SEED)
-    given = [f"{SEED}={','.join(seeds)}"] if entry.runs and any(seeds) else []
-    return _command([*entry.arguments, *given], entry, *(["-m"] if len(seeds) > 1 else []))
+    extra = [f"{SEED}={','.join(seeds)}"] if entry.runs and any(seeds) else []
+    return _command([*entry.arguments, *extra], entry, *(["-m"] if len(seeds) > 1 else []))
 
 
 def _command(arguments: Sequence[str], entry: JobResult, *flags: str) -> str:
-    own = [text for text in arguments if not text.lstrip("+").startswith("sweep.")]
-    return printed_command("", [*flags, *_applicable(own, entry.folder / "resolved.yaml")])
+    lines = [text for text in arguments if not text.lstrip("+").startswith("sweep.")]
+    return printed_command("", [*flags, *_applicable(lines, entry.folder / "resolved.yaml")])
 
 
 def _figure(entry: JobResult, metric: str) -> str:
@@ -264,7 +264,7 @@ def _applicable(arguments: Sequence[str], resolved: Path) -> list[str]:
 def _printable(cell: str) -> str:
     """Return text for the screen: without control codes, and not longer than a few lines."""
     text = cell if len(cell) <= _MAX_CELL else f"{cell[:_MAX_CELL]}..."
-    return "".join(one if one.isprintable() else "?" for one in text)
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 def _blank(value: float | None) -> str:

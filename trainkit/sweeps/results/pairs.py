@@ -62,8 +62,8 @@ class Run:
     @property
     def sha256(self) -> str | None:
         """Hash of its weights; None if the run has recorded none."""
-        found = (RunFolder(self.result.folder).read_result() or {}).get("weights_sha256")
-        return found if isinstance(found, str) else None
+        digest = (RunFolder(self.result.folder).read_result() or {}).get("weights_sha256")
+        return digest if isinstance(digest, str) else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,9 +129,9 @@ def _with_configs(entries: Iterable[JobResult]) -> Iterator[Run]:
             yield Run(result=entry, cfg=cfg)
 
 
-def _matters(one: RunConfig, other: RunConfig) -> bool:
+def _matters(left: RunConfig, right: RunConfig) -> bool:
     """Return whether two configs differ in more than seed, fold and what changes no result."""
-    same = [_of_any_seed(cfg) for cfg in (one, other)]
+    same = [_of_any_seed(cfg) for cfg in (left, right)]
     return any(item.matters for item in difference(*same))
 
 
@@ -174,144 +174,144 @@ def compare(
         ConfigError: no seed is in both, or no run has the metric.
     """
     goal = MonitoredMetric.of(replace(a.cfg.eval, metric=metric or "val/loss", mode=mode))
-    ours, theirs = a.by_seed(), b.by_seed()
-    seeds = sorted(ours.keys() & theirs.keys())
+    runs_a, runs_b = a.by_seed(), b.by_seed()
+    seeds = sorted(runs_a.keys() & runs_b.keys())
     if not seeds and not same:
-        seeds_of = f"{listed(theirs, 4)} and {listed(ours, 4)}"
+        seeds_of = f"{listed(runs_b, 4)} and {listed(runs_a, 4)}"
         rule = f"has no seed in common with {a.name}: {seeds_of}. Train both with equal seeds."
         raise refusal(b.name, rule)
-    known = sorted({name for run in (*a.runs, *b.runs) for name in run.result.metrics})
-    if goal.metric not in known and known:
-        raise refusal(f"--metric {goal.metric}", f"no run has it. There are: {', '.join(known)}.")
-    pairs = [_pair(seed, ours[seed], theirs[seed], goal) for seed in seeds]
+    metrics = sorted({name for run in (*a.runs, *b.runs) for name in run.result.metrics})
+    if goal.metric not in metrics and metrics:
+        raise refusal(f"--metric {goal.metric}", f"no run has it. There are: {', '.join(metrics)}.")
+    pairs = [_pair(seed, runs_a[seed], runs_b[seed], goal) for seed in seeds]
     alpha = ALPHA / edits
-    found, remarks = _answer(pairs, goal, alpha=alpha, delta=delta, budget=budget)
-    whole = _whole(pairs)
-    remarks = [*notes, *_remarks(a, b, whole, pairs), *remarks]
-    if same or (pairs and all(_same_bits(ours[seed], theirs[seed]) for seed in seeds)):
-        found = replace(found, answer="the same" if same else "the same bits", low=0.0, high=0.0, more_pairs=0)
+    result, remarks = _answer(pairs, goal, alpha=alpha, delta=delta, budget=budget)
+    valid = _valid(pairs)
+    remarks = [*notes, *_remarks(a, b, valid, pairs), *remarks]
+    if same or (pairs and all(_same_bits(runs_a[seed], runs_b[seed]) for seed in seeds)):
+        result = replace(result, answer="the same" if same else "the same bits", low=0.0, high=0.0, more_pairs=0)
         remarks = [*notes, *([same] if same else [])]
     document = PairedComparison(
         version=1,
         time=datetime.now(UTC).isoformat(timespec="seconds"),
         a=ComparedSide(name=a.name, folder=str(a.folder), state=a.state, diverged=_diverged(pairs, "a")),
         b=ComparedSide(name=b.name, folder=str(b.folder), state=b.state, diverged=_diverged(pairs, "b")),
-        differences=[{**asdict(one), "tag": one.tag.value} for one in _differences(a, b)],  # type: ignore[typeddict-item]
+        differences=[{**asdict(item), "tag": item.tag.value} for item in _differences(a, b)],  # type: ignore[typeddict-item]
         metric=goal.metric,
         mode=goal.mode,
-        answer=found.answer if found.answer != "the same within delta" else f"the same within {figure(delta or 0.0)}",
-        difference=None if same or not whole else found.difference,
-        interval=[found.low, found.high],
+        answer=result.answer if result.answer != "the same within delta" else f"the same within {figure(delta or 0.0)}",
+        difference=None if same or not valid else result.difference,
+        interval=[result.low, result.high],
         alpha=alpha,
-        more_pairs=found.more_pairs,
+        more_pairs=result.more_pairs,
         pairs=pairs,
-        gain_of_pairing=_gain(whole),
+        gain_of_pairing=_gain(valid),
         unpaired=[] if same else [*_unpaired(a, b)],
         remarks=remarks,
         seconds=sum(run.result.seconds or 0.0 for side in (a, b) for run in side.runs if run.cfg.seed in seeds),
         line="",
     )
-    return PairedComparison(**{**document, "line": _line(document, len(whole))})
+    return PairedComparison(**{**document, "line": _line(document, len(valid))})
 
 
 def _pair(seed: int, a: Sequence[Run], b: Sequence[Run], goal: MonitoredMetric) -> ComparedPair:
     """Return the values of a seed, over folds the means, and the hashes of its weights."""
     values = [[run.value(goal) for run in runs] for runs in (a, b)]
-    means = [None if None in each else fmean(value for value in each if value is not None) for each in values]
+    means = [None if None in per_run else fmean(value for value in per_run if value is not None) for per_run in values]
     hashes = [[run.sha256 for run in runs if run.sha256 is not None] for runs in (a, b)]
     return ComparedPair(seed=seed, a=means[0], b=means[1], sha256_a=hashes[0], sha256_b=hashes[1])
 
 
-def _whole(pairs: Sequence[ComparedPair]) -> list[tuple[float, float]]:
+def _valid(pairs: Sequence[ComparedPair]) -> list[tuple[float, float]]:
     """Return the values of A and B of the pairs in which neither diverged."""
-    return [(one["a"], one["b"]) for one in pairs if one["a"] is not None and one["b"] is not None]
+    return [(pair["a"], pair["b"]) for pair in pairs if pair["a"] is not None and pair["b"] is not None]
 
 
 def _diverged(pairs: Sequence[ComparedPair], key: Literal["a", "b"]) -> int:
-    return sum(one[key] is None for one in pairs)
+    return sum(pair[key] is None for pair in pairs)
 
 
 def _answer(
     pairs: Sequence[ComparedPair], goal: MonitoredMetric, *, alpha: float, delta: float | None, budget: int
 ) -> tuple[Verdict, list[str]]:
     """Return the verdict on pairs, withdrawn where divergences or a tie forbid it, and why it was."""
-    whole = _whole(pairs)
-    if not whole:
+    valid = _valid(pairs)
+    if not valid:
         return Verdict(answer="not distinguishable yet", difference=math.nan, low=-math.inf, high=math.inf), []
-    resolution = resolution_of(value for pair in whole for value in pair)
-    found = verdict(
-        [b - a for a, b in whole],
+    resolution = resolution_of(value for pair in valid for value in pair)
+    result = verdict(
+        [b - a for a, b in valid],
         alpha,
         lower_is_better=goal.mode == "min",
         resolution=resolution,
         delta=delta,
         budget=budget,
     )
-    winner: Literal["a", "b"] = "b" if found.answer == "better" else "a"
-    open_again = replace(found, answer="not distinguishable yet", more_pairs=None)
-    if found.answer in _SIDED and _diverged(pairs, winner) > _diverged(pairs, "a" if winner == "b" else "b"):
-        told = "has the better values where both end, and is not better, as more of its runs diverged"
-        return open_again, [f"{winner.upper()} {told}"]
-    is_tie = resolution > 0 and abs(found.difference) <= resolution * 1.001
-    if is_tie and found.answer in (*_SIDED, "not distinguishable yet"):
+    winner: Literal["a", "b"] = "b" if result.answer == "better" else "a"
+    open_again = replace(result, answer="not distinguishable yet", more_pairs=None)
+    if result.answer in _SIDED and _diverged(pairs, winner) > _diverged(pairs, "a" if winner == "b" else "b"):
+        text = "has the better values where both end, and is not better, as more of its runs diverged"
+        return open_again, [f"{winner.upper()} {text}"]
+    is_tie = resolution > 0 and abs(result.difference) <= resolution * 1.001
+    if is_tie and result.answer in (*_SIDED, "not distinguishable yet"):
         return open_again, [f"a tie: the means differ by one step of {goal.metric}, {figure(resolution)}, or less"]
-    return found, []
+    return result, []
 
 
 _SIDED: Final = ("better", "worse")
 
 
-def _line(found: PairedComparison, counted: int) -> str:
+def _line(comparison: PairedComparison, counted: int) -> str:
     """Return the answer in one line."""
-    answer, metric = found["answer"], found["metric"]
+    answer, metric = comparison["answer"], comparison["metric"]
     if answer == "not distinguishable yet" and counted:
-        more = found["more_pairs"]
+        more = comparison["more_pairs"]
         answer += f": about {more} more pair{'' if more == 1 else 's'}" if more else ""
     pairs = f"{counted} pair{'' if counted == 1 else 's'}"
     if answer == "the same":
         return answer
     if answer == "the same bits":
-        return f"{answer}  equal SHA-256 of the weights, {len(found['pairs'])} pairs"
-    if found["difference"] is None:
+        return f"{answer}  equal SHA-256 of the weights, {len(comparison['pairs'])} pairs"
+    if comparison["difference"] is None:
         return f"{answer}  every pair has a run that diverged"
-    mean = f"{answer}  {metric} {figure(found['difference'])}"
+    mean = f"{answer}  {metric} {figure(comparison['difference'])}"
     if counted < FEWEST:
         return f"{mean}, {pairs}: nothing is concluded from fewer than {FEWEST}"
-    low, high = (figure(bound) for bound in found["interval"] if bound is not None)
+    low, high = (figure(bound) for bound in comparison["interval"] if bound is not None)
     where = {"val": ", this validation set", "test": ", this test set"}.get(metric.partition("/")[0], "")
-    return f"{mean} [{low}, {high}], {100 * (1 - found['alpha']):.5g} % at any look, {pairs}{where}"
+    return f"{mean} [{low}, {high}], {100 * (1 - comparison['alpha']):.5g} % at any look, {pairs}{where}"
 
 
-def lines_of(found: PairedComparison) -> Iterator[str]:
+def lines_of(comparison: PairedComparison) -> Iterator[str]:
     """Yield the comparison as lines: the sides, the differing keys by tag, the pairs, and the answer."""
     for name in ("a", "b"):
-        side: ComparedSide = found[name]
+        side: ComparedSide = comparison[name]
         yield f"{name.upper()}  {side['name']}" + (f"  {side['folder']}" if side["folder"] != side["name"] else "")
-    width = max((len(one["key"]) for one in found["differences"]), default=0)
-    for one in found["differences"]:
-        yield f"  {one['tag']:<9}  {one['key']:<{width}}  {one['left']} -> {one['right']}"
-    if not found["differences"]:
+    width = max((len(item["key"]) for item in comparison["differences"]), default=0)
+    for item in comparison["differences"]:
+        yield f"  {item['tag']:<9}  {item['key']:<{width}}  {item['left']} -> {item['right']}"
+    if not comparison["differences"]:
         yield "  no key differs"
-    if found["pairs"]:
+    if comparison["pairs"]:
         yield f"  {'seed':>6}  {'A':>10}  {'B':>10}  {'B - A':>11}"
-    for pair in found["pairs"]:
+    for pair in comparison["pairs"]:
         a, b = pair["a"], pair["b"]
         cells = ["diverged" if value is None else figure(value) for value in (a, b)]
         gap = "" if a is None or b is None else figure(b - a)
         yield f"  {pair['seed']:>6}  {cells[0]:>10}  {cells[1]:>10}  {gap:>11}"
-    if (gain := found["gain_of_pairing"]) is not None:
+    if (gain := comparison["gain_of_pairing"]) is not None:
         times = "more" if gain < 1 else "less"
         yield f"  pairing: the difference varies {figure(max(gain, 1 / gain))} times {times} than that of unequal seeds"
-    yield from (f"  pairing is broken: {text}" for text in found["unpaired"])
-    yield from (f"  {text}" for text in found["remarks"])
-    yield found["line"]
+    yield from (f"  pairing is broken: {text}" for text in comparison["unpaired"])
+    yield from (f"  {text}" for text in comparison["remarks"])
+    yield comparison["line"]
 
 
-def record(found: PairedComparison, ledger: Path = LEDGER) -> None:
+def record(comparison: PairedComparison, ledger: Path = LEDGER) -> None:
     """Add a comparison to the ledger, in one write: others may add theirs meanwhile."""
     with reporting(ledger.parent):
         ledger.parent.mkdir(parents=True, exist_ok=True)
-        line = json.dumps(json_value(found), ensure_ascii=False) + "\n"
+        line = json.dumps(json_value(comparison), ensure_ascii=False) + "\n"
         with open_regular(ledger, "ab", follow=True, buffering=0) as file:
             file.write(line.encode())
 
@@ -321,27 +321,27 @@ _KINDS: Final = kinds_of(PairedComparison)
 
 def recorded(ledger: Path = LEDGER) -> list[PairedComparison]:
     """Return the comparisons of the ledger, the first one first; lines that are none are skipped."""
-    found = []
+    rows = []
     with suppress(UnreadableError):
         for line in read_lines(ledger) if ledger.exists() else ():
             with suppress(ValueError):
                 row = expect_map(parse_json(line), _KINDS)
-                found += [row] if row["version"] == 1 else []
-    return found  # type: ignore[return-value]
+                rows += [row] if row["version"] == 1 else []
+    return rows  # type: ignore[return-value]
 
 
 def _differences(a: Side, b: Side) -> list[Any]:
     """Return the differing keys of two sides without those of the seed and of the place of a run."""
-    found = difference(*(_of_any_seed(side.cfg) for side in (a, b)))
-    return [one for one in found if one.key not in ("name", "sweep.name")]
+    differences = difference(*(_of_any_seed(side.cfg) for side in (a, b)))
+    return [item for item in differences if item.key not in ("name", "sweep.name")]
 
 
-def _gain(whole: Sequence[tuple[float, float]]) -> float | None:
+def _gain(valid: Sequence[tuple[float, float]]) -> float | None:
     """Return the variance of a difference of unequal seeds over that of pairs; None: unknown."""
-    if len(whole) < FEWEST:
+    if len(valid) < FEWEST:
         return None
-    a, b = zip(*whole, strict=True)
-    paired = variance([later - earlier for earlier, later in whole])
+    a, b = zip(*valid, strict=True)
+    paired = variance([later - earlier for earlier, later in valid])
     return (variance(a) + variance(b)) / paired if paired > 0 else None
 
 
@@ -350,9 +350,9 @@ def _same_bits(a: Sequence[Run], b: Sequence[Run]) -> bool:
     if len(a) != len(b) or any(run.sha256 is None for run in (*a, *b)):
         return False
     return all(
-        one.sha256 == other.sha256
-        or (one.result.metrics == other.result.metrics and (bits := _bits(one)) is not None and bits == _bits(other))
-        for one, other in zip(a, b, strict=True)
+        left.sha256 == right.sha256
+        or (left.result.metrics == right.result.metrics and (bits := _bits(left)) is not None and bits == _bits(right))
+        for left, right in zip(a, b, strict=True)
     )
 
 
@@ -368,7 +368,7 @@ def _bits(run: Run) -> list[str] | None:
 
 def _unpaired(a: Side, b: Side) -> Iterator[str]:
     """Yield why runs of one seed begin differently."""
-    keys = [one.key for one in _differences(a, b) if one.matters]
+    keys = [item.key for item in _differences(a, b) if item.matters]
     order = [key for key in keys if key.startswith(_ORDER) and key != "cv.fold"]
     if order:
         yield f"another order of samples ({listed(order, 4)})"
@@ -377,12 +377,12 @@ def _unpaired(a: Side, b: Side) -> Iterator[str]:
         yield shapes
 
 
-def _other_shapes(one: Run, other: Run) -> str:
+def _other_shapes(a: Run, b: Run) -> str:
     """Return which weights of two runs have unequal names or shapes; empty: none."""
     from trainkit.trainer.checkpoint.tensors import TensorFile  # noqa: PLC0415 - imports torch
 
     try:
-        files = [TensorFile.opened(run.result.folder / "model" / "model.safetensors") for run in (one, other)]
+        files = [TensorFile.opened(run.result.folder / "model" / "model.safetensors") for run in (a, b)]
     except CheckpointError:
         return "the shapes of the weights are unknown: no model was written (checkpoint.export)"
     shapes = [{name: [*file.kind_of(name)[1]] for name in file} for file in files]
@@ -393,18 +393,18 @@ def _other_shapes(one: Run, other: Run) -> str:
     return f"other shapes of weights ({listed(texts, 4)})"
 
 
-def _remarks(a: Side, b: Side, whole: Sequence[tuple[float, float]], pairs: Sequence[ComparedPair]) -> Iterator[str]:
+def _remarks(a: Side, b: Side, valid: Sequence[tuple[float, float]], pairs: Sequence[ComparedPair]) -> Iterator[str]:
     """Yield what weakens the answer."""
-    gaps, diverged = [later - earlier for earlier, later in whole], [_diverged(pairs, "a"), _diverged(pairs, "b")]
+    gaps, diverged = [later - earlier for earlier, later in valid], [_diverged(pairs, "a"), _diverged(pairs, "b")]
     if b.runs and _shares_start(b.runs[0].cfg):
         yield f"B starts with the weights of A in the first units of each layer: {b.folder / STARTS}"
     if any(diverged):
         yield f"diverged or failed: {diverged[0]} of {len(pairs)} of A, {diverged[1]} of B; these pairs do not count"
-    if (place := far_pair(gaps)) is not None:
-        far = f"the difference {figure(gaps[place])} lies far from all others"
+    if (index := far_pair(gaps)) is not None:
+        far = f"the difference {figure(gaps[index])} lies far from all others"
         yield f"skewed: {far}, so they are not normal, and the interval may miss their mean"
     ended = [[run.result for run in side.runs if run.result.status in COMPLETE] for side in (a, b)]
-    lengths = [{one.steps for one in results if one.steps is not None} for results in ended]
+    lengths = [{result.steps for result in results if result.steps is not None} for results in ended]
     if lengths[0] != lengths[1]:
         yield f"other numbers of steps: {listed(sorted(lengths[0]), 4)} and {listed(sorted(lengths[1]), 4)}"
         if a.cfg.stop_after is not None or b.cfg.stop_after is not None:

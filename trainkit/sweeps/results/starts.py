@@ -16,7 +16,7 @@ def shapes_differ(a: RunConfig, b: RunConfig) -> bool:
     """Return whether two models have unequal names or shapes of weights."""
     if a.model == b.model:
         return False
-    shapes = [{name: one.shape for name, one in meta_model(cfg).state_dict().items()} for cfg in (a, b)]
+    shapes = [{name: tensor.shape for name, tensor in meta_model(cfg).state_dict().items()} for cfg in (a, b)]
     return shapes[0] != shapes[1]
 
 
@@ -31,11 +31,11 @@ def write_start(a: RunConfig, b: RunConfig, seed: int, path: Path) -> None:
     """
     if path.exists():
         return
-    theirs, ours = (build_model(replace(cfg, seed=seed)).state_dict() for cfg in (a, b))
-    for name, tensor in ours.items():
-        other = theirs.get(name)
+    source, target = (build_model(replace(cfg, seed=seed)).state_dict() for cfg in (a, b))
+    for name, tensor in target.items():
+        other = source.get(name)
         if isinstance(other, torch.Tensor) and other.dim() == tensor.dim():
             part = tuple(slice(min(sizes)) for sizes in zip(tensor.shape, other.shape, strict=True))
             tensor[part] = other[part]
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_tensors(path, ours)
+    write_tensors(path, target)

@@ -57,8 +57,8 @@ class State:
         """Return the parts that are not equal.
 
         Example:
-            >>> one = State(config="a", sources="b", data="c", packages="d", machine="e")
-            >>> one.differing(replace(one, data="f"))
+            >>> state = State(config="a", sources="b", data="c", packages="d", machine="e")
+            >>> state.differing(replace(state, data="f"))
             ['data']
         """
         return [name for name, value in asdict(self).items() if value != getattr(other, name)]
@@ -70,7 +70,7 @@ def state_of(cfg: RunConfig) -> State:
     Args:
         cfg: the config of a plan: the sizes of its step are part of its fingerprint.
     """
-    versions = sorted(f"{one.name} {one.version}" for one in importlib.metadata.distributions())
+    versions = sorted(f"{package.name} {package.version}" for package in importlib.metadata.distributions())
     threads = [os.environ.get(name) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")]
     machine = [platform.node(), num_cores(), count_gpus(), cfg.sweep.slots, cfg.sweep.jobs_per_device, *threads]
     paths = [value for value in maths_keys(cfg).values() if isinstance(value, str)]
@@ -129,7 +129,7 @@ def _stats(paths: Iterable[str]) -> Iterator[str]:
     for text in paths:
         with suppress(OSError, ValueError):
             path = Path(text).expanduser()
-            for file in sorted(one for one in (path, *path.rglob("*")) if one.is_file()):
+            for file in sorted(item for item in (path, *path.rglob("*")) if item.is_file()):
                 about = file.stat()
                 yield f"{file} {about.st_size} {about.st_mtime_ns}"
 

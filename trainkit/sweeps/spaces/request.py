@@ -61,11 +61,11 @@ class SweepRequest:
             rule = f"needs the number of points that hydra/sweeper={self.sweeper} tries, sweep.trials=20."
             yield Problem(key="sweep.trials", rule=rule)
         if self.sweeper in _SEARCHES and not self.space.axes:
-            yield self._of("has nothing to search: give a key values, model.width=64,128 or 'seed=interval(0,9)'.")
+            yield self._problem("has nothing to search: give a key values, model.width=64,128 or 'seed=interval(0,9)'.")
         if self.sweeper == "basic" and any(len(axis.keys) > 1 for axis in self.space.axes if isinstance(axis, Choices)):
-            yield self._of("does not vary keys together: leave it out, or write hydra/sweeper=grid.")
+            yield self._problem("does not vary keys together: leave it out, or write hydra/sweeper=grid.")
 
-    def _of(self, rule: str) -> Problem:
+    def _problem(self, rule: str) -> Problem:
         return Problem(key="hydra/sweeper", value=self.sweeper, rule=rule, origin=COMMAND_LINE)
 
     def _setting(self, name: str) -> Any:
@@ -82,16 +82,16 @@ def read_request(composer: Composer, overrides: Sequence[str], *, sweeper: str |
     """
     space = composer.space(overrides)
     common = composer.compose([line for line in space.lines.values() if line], for_others=True)
-    found = SweepRequest(sweeper=sweeper or common.sweeper, space=space, common=common)
-    if found.sweeper not in (known := composer.choices_of("hydra/sweeper")):
-        near = closest(found.sweeper, known)
-        rule = f"no such choice. {f'Did you mean {near}? ' if near else ''}There are: {', '.join(known)}."
-        raise ConfigError([Problem(key="hydra/sweeper", value=found.sweeper, rule=rule, origin=COMMAND_LINE)])
-    if found.sweeper == "optuna":
+    request = SweepRequest(sweeper=sweeper or common.sweeper, space=space, common=common)
+    if request.sweeper not in (choices := composer.choices_of("hydra/sweeper")):
+        near = closest(request.sweeper, choices)
+        rule = f"no such choice. {f'Did you mean {near}? ' if near else ''}There are: {', '.join(choices)}."
+        raise ConfigError([Problem(key="hydra/sweeper", value=request.sweeper, rule=rule, origin=COMMAND_LINE)])
+    if request.sweeper == "optuna":
         require_packages(["optuna"], key="hydra/sweeper=optuna", extra="optuna")
-    if problems := list(found.problems()):
+    if problems := list(request.problems()):
         raise ConfigError(problems)
-    return found
+    return request
 
 
 def sample(space: Space, *, trials: int, seed: int) -> list[list[str]]:
@@ -147,19 +147,19 @@ def sweep(sweeper: str, *, launcher: Any, composer: Composer, config: DictConfig
     Raises:
         ConfigError: the sweep has problems.
     """
-    found = read_request(composer, arguments, sweeper=sweeper)
+    request = read_request(composer, arguments, sweeper=sweeper)
     folder = Path(str(config.hydra.sweep.dir))
     if sweeper in ("grid", "random"):
         folder.mkdir(parents=True, exist_ok=True)
         OmegaConf.save(config, folder / "multirun.yaml")
-        return [launcher.launch(found.points, 0)]
+        return [launcher.launch(request.points, 0)]
     launching = getattr(launcher, "launching", None)
     if launching is None:
         rule = "needs a launcher that reports the progress of its jobs. Use hydra/launcher=slots."
         raise ConfigError([Problem(key="hydra/sweeper", value=sweeper, rule=rule, origin=COMMAND_LINE)])
     setup_globals()
     launching.sweep.requested.update(launching.sweep.record.rows)  # a resumed search includes all of its earlier jobs
-    source = _trials(found, composer, launching, folder)
+    source = _trials(request, composer, launching, folder)
     OmegaConf.save(config, folder / "multirun.yaml")
     launching.run(source)
     done = launching.sweep
@@ -168,14 +168,14 @@ def sweep(sweeper: str, *, launcher: Any, composer: Composer, config: DictConfig
     return [[job_return(row.overrides, 0 if row.pruned else row.exit_code) for row in rows]]
 
 
-def _trials(found: SweepRequest, composer: Composer, launching: Any, folder: Path) -> JobSource:
+def _trials(request: SweepRequest, composer: Composer, launching: Any, folder: Path) -> JobSource:
     from trainkit.sweeps.spaces.trials import Trials, open_study  # noqa: PLC0415 - imports Optuna
 
     settings = launching.settings
-    goal = MonitoredMetric.of(found.common.cfg.eval)
-    num_steps = max(_lengths(composer, found.points), default=1) if settings.pruner in ("halving", "hyperband") else 1
+    goal = MonitoredMetric.of(request.common.cfg.eval)
+    num_steps = max(_lengths(composer, request.points), default=1) if settings.pruner in ("halving", "hyperband") else 1
     study = open_study(folder, settings=settings, goal=goal, num_steps=num_steps)
-    return Trials(study=study, space=found.space, trials=settings.trials, goal=goal, job=launching.job)
+    return Trials(study=study, space=request.space, trials=settings.trials, goal=goal, job=launching.job)
 
 
 def _lengths(composer: Composer, points: Sequence[Sequence[str]]) -> list[int]:

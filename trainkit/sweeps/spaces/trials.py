@@ -28,11 +28,11 @@ from trainkit.config.compose.space import Choices, Interval, Space
 from trainkit.config.schema import MonitoredMetric
 from trainkit.config.sections import SweepConfig as Settings
 from trainkit.errors import ConfigError, HangupError, Problem, StoppedError, TerminatedError
-from trainkit.sweeps.job_sources import SweepJob, taken
+from trainkit.sweeps.job_sources import SweepJob, pop_fitting
 from trainkit.sweeps.results.job_results import STUDY_FILE, MetricRows, read_entry
 
 _STOPPED: Final = (StoppedError.exit_code, TerminatedError.exit_code, HangupError.exit_code)
-_MOST_HELD: Final = 4
+_MOST_WAITING: Final = 4
 """Points that wait for slots: each is proposed without the results of the jobs that run meanwhile."""
 _SEARCH: Final = "trainkit"
 """Attribute of a study: the metric and the ranges of the search."""
@@ -65,7 +65,7 @@ class Trials:
         begun = study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
         self._interrupted = deque(optuna.Trial(study, frozen._trial_id) for frozen in begun)  # noqa: SLF001
         self._running: dict[str, list[_Running]] = {}
-        self._held: list[SweepJob] = []
+        self._waiting: list[SweepJob] = []
         """Jobs of proposed points that did not fit into the free slots."""
 
     @property
@@ -78,10 +78,10 @@ class Trials:
 
         While one point does not fit into the free slots, another is proposed, so that a gap does not stay empty.
         """
-        while (job := taken(self._held, free)) is None and len(self._held) < _MOST_HELD:
+        while (job := pop_fitting(self._waiting, free)) is None and len(self._waiting) < _MOST_WAITING:
             if not self._interrupted and len(self._study.get_trials(deepcopy=False)) >= self._trials:
                 break
-            self._held.append(self._propose())
+            self._waiting.append(self._propose())
         return job
 
     def _propose(self) -> SweepJob:
@@ -103,28 +103,28 @@ class Trials:
 
     def watch(self, job: SweepJob) -> bool:
         """Return whether the pruner stops a job, by the metrics reported so far."""
-        one = self._running[job.name][0]
-        if self._report_new(one):
-            one.gave_up = one.gave_up or one.trial.should_prune()
-        return one.gave_up
+        running = self._running[job.name][0]
+        if self._report_new(running):
+            running.gave_up = running.gave_up or running.trial.should_prune()
+        return running.gave_up
 
     def ended(self, job: SweepJob, code: int) -> None:
         """Report the end of a job to Optuna. A trial that Ctrl-C stopped stays open: a resumed search continues it."""
         waiting = self._running[job.name]
-        one = waiting.pop(0)
+        running = waiting.pop(0)
         if not waiting:
             del self._running[job.name]
-        self._report_new(one)
-        if code in _STOPPED and not one.gave_up:
+        self._report_new(running)
+        if code in _STOPPED and not running.gave_up:
             return
         entry = read_entry(job.folder, job=job.name, exit_code=code)
         value = entry.metrics.get(self._goal.metric)
         if code in _STOPPED:
-            self._study.tell(one.trial, state=TrialState.PRUNED)
+            self._study.tell(running.trial, state=TrialState.PRUNED)
         elif code != 0 or value is None or math.isnan(value):
-            self._study.tell(one.trial, state=TrialState.FAIL)
+            self._study.tell(running.trial, state=TrialState.FAIL)
         else:
-            self._study.tell(one.trial, value)
+            self._study.tell(running.trial, value)
 
     def _refuse_another_search(self) -> None:
         """Refuse a study of other values or another metric, before anything is written into it.
@@ -140,9 +140,9 @@ class Trials:
             rule = f"contains a search by {former['metric']} ({former['mode']}), and this one is by {search['metric']} "
             rule += f"({search['mode']})."
         for name, distribution in self._distributions.items():
-            known = [trial.distributions[name] for trial in self._study.get_trials() if name in trial.distributions]
-            if any(not _is_compatible(one, distribution) for one in known) or (
-                ranges.get(name) != former["ranges"].get(name, ranges.get(name)) and known
+            earlier = [trial.distributions[name] for trial in self._study.get_trials() if name in trial.distributions]
+            if any(not _is_compatible(old, distribution) for old in earlier) or (
+                ranges.get(name) != former["ranges"].get(name, ranges.get(name)) and earlier
             ):
                 rule = f"contains a search over other values of {name}."
         if rule is not None:
@@ -152,13 +152,13 @@ class Trials:
         if search != self._study.user_attrs.get(_SEARCH):
             self._study.set_user_attr(_SEARCH, search)
 
-    def _report_new(self, one: _Running) -> bool:
+    def _report_new(self, running: _Running) -> bool:
         """Report new values to the trial; return whether there were any."""
-        new = [row for row in one.rows.new() if row["step"] > one.last and self._goal.metric in row]
+        new = [row for row in running.rows.new() if row["step"] > running.last and self._goal.metric in row]
         for row in new:
             value = row[self._goal.metric]
-            one.trial.report(math.nan if value is None else value, row["step"])
-            one.last = row["step"]
+            running.trial.report(math.nan if value is None else value, row["step"])
+            running.last = row["step"]
         return bool(new)
 
 
@@ -242,12 +242,12 @@ def _values(space: Space, params: Mapping[str, object]) -> dict[str, str]:
     """Return the text of every key, from the values that Optuna proposes."""
     values: dict[str, str] = {}
     for axis in space.axes:
-        found = params[_name(axis)]
+        value = params[_name(axis)]
         if isinstance(axis, Interval):
-            values[axis.key] = axis.text(float(str(found)))
+            values[axis.key] = axis.text(float(str(value)))
         elif axis.ordered:
-            values |= zip(axis.keys, axis.rows[int(str(found))], strict=True)
+            values |= zip(axis.keys, axis.rows[int(str(value))], strict=True)
         else:
-            row = next(row for row in axis.rows if " ".join(row) == found)
+            row = next(row for row in axis.rows if " ".join(row) == value)
             values |= zip(axis.keys, row, strict=True)
     return values
