@@ -131,13 +131,13 @@ def train_apart(cfg: RunConfig, folder: Path, *, threads: int | None = None) -> 
         folder: a new folder for the files of the training.
         threads: CPU threads of each process; None: those of torch.
     """
-    given = RunFolder(folder / "given")
-    given.path.mkdir(parents=True)
-    write_resolved(given, cfg)
+    source = RunFolder(folder / "given")
+    source.path.mkdir(parents=True)
+    write_resolved(source, cfg)
     environ = {**os.environ, "PYTHONUNBUFFERED": "1", **package_environ(), **config_dir_environ()}
     environ |= {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
     ended: SimpleQueue[ProcessExit] = SimpleQueue()
-    command = (sys.executable, "-m", "trainkit.measuring.turn_main", str(given.resolved), str(folder / "run"))
+    command = (sys.executable, "-m", "trainkit.measuring.turn_main", str(source.resolved), str(folder / "run"))
     log = folder / "output.log"
     with WorkerGroup(0, ended.put) as group:
         group.start(0, command, environ, log)
@@ -146,8 +146,8 @@ def train_apart(cfg: RunConfig, folder: Path, *, threads: int | None = None) -> 
         return Turn(folder=folder / "run")
     error, line = "SIGKILL" if code == -signal.SIGKILL else "", last_line(log)
     with suppress(AbsentFileError):
-        found = read_map(folder / ERROR_FILE, {"error": str, "line": str})
-        error, line = found["error"], f"{found['error']}: {found['line']}"
+        report = read_map(folder / ERROR_FILE, {"error": str, "line": str})
+        error, line = report["error"], f"{report['error']}: {report['line']}"
     ending = f"exit {code}" if code >= 0 else f"signal {-code}"
     return Turn(folder=folder / "run", failure=": ".join(part for part in (ending, line) if part), error=error)
 
@@ -160,10 +160,10 @@ def finished_turn(run: Path, started: float) -> Turn:
         started: time of its start, as `time.time`.
     """
     try:
-        found = read_map(run / FILE, {"began_at": float})
+        figures = read_map(run / FILE, {"began_at": float})
     except AbsentFileError:
         return Turn(failure="the training ended before its first measured step")
-    return Turn(folder=run, figures=found, start_s=max(found["began_at"] - started, 0.0))
+    return Turn(folder=run, figures=figures, start_s=max(figures["began_at"] - started, 0.0))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -215,9 +215,9 @@ class Choice:
     def spread(self, name: str) -> Spread | None:
         """Return the spread of a figure of `SPREADS`, or of a part of a step, over the turns; None if one lacks it."""
         turns = [turn for turn in self.turns if turn.figures.get("steps")]
-        found = [value(turn) if (value := SPREADS.get(name)) else parts_of(turn.figures)[name] for turn in turns]
-        values = [one for one in found if one is not None]
-        return Spread.of(values) if values and len(values) == len(found) else None
+        figures = [value(turn) if (value := SPREADS.get(name)) else parts_of(turn.figures)[name] for turn in turns]
+        values = [figure for figure in figures if figure is not None]
+        return Spread.of(values) if values and len(values) == len(figures) else None
 
     @property
     def samples_per_s(self) -> Spread | None:
@@ -247,8 +247,8 @@ def _of_figures(name: str, per: str | None = None) -> Callable[[Turn], float | N
 
 def _targets(turn: Turn) -> float | None:
     """Return the targets per second, if a sample has several (tokens), or a weight other than 1."""
-    one = turn.figures
-    return None if one["targets"] == one["samples"] else float(one["targets"] / one["seconds"])
+    figures = turn.figures
+    return None if figures["targets"] == figures["samples"] else float(figures["targets"] / figures["seconds"])
 
 
 SPREADS: Final[Mapping[str, Callable[[Turn], float | None]]] = {
@@ -274,8 +274,8 @@ def parts_of(figures: Mapping[str, Any]) -> dict[str, float]:
         0.25
     """
     steps, ranks = figures["steps"], figures["ranks"]
-    found = {part: sum(rank[part] for rank in ranks) / len(ranks) / steps for part in PARTS}
-    return {**found, "rest": max(figures["seconds"] / steps - sum(found.values()), 0.0)}
+    seconds = {part: sum(rank[part] for rank in ranks) / len(ranks) / steps for part in PARTS}
+    return {**seconds, "rest": max(figures["seconds"] / steps - sum(seconds.values()), 0.0)}
 
 
 WARMUP_STEPS: Final = 10
@@ -308,10 +308,6 @@ class Candidate:
     num_steps: int
     """Steps of the whole training."""
 
-    def most_steps(self) -> int:
-        """Return the number of steps after the warm-up."""
-        return min(self.num_steps - WARMUP_STEPS, MOST_STEPS)
-
 
 def bench(
     candidates: Sequence[Candidate],
@@ -338,27 +334,28 @@ def bench(
     Returns:
         The measurements, in the order of the candidates.
     """
-    found = [Choice(label=one.label) for one in candidates]
+    choices = [Choice(label=candidate.label) for candidate in candidates]
     with turns(start, log) as run:
         configs = []
-        for one, choice in zip(candidates, found, strict=True):
+        for candidate, choice in zip(candidates, choices, strict=True):
             if target is not None:
-                configs.append(config_until(one.cfg, target))
+                configs.append(config_until(candidate.cfg, target))
                 continue
             count = steps
             if count is None:
-                choice.cold = run(f"warm-up: {one.label}", _config(one, _FIRST_STEPS))
+                choice.cold = run(f"warm-up: {candidate.label}", _config(candidate, _FIRST_STEPS))
                 choice.failure, count = choice.cold.failure, steps_of(choice.cold)
-            configs.append(_config(one, count))
+            configs.append(_config(candidate, count))
         for number in range(rounds):
-            for cfg, choice in zip(configs, found, strict=True):
+            for cfg, choice in zip(configs, choices, strict=True):
                 if not choice.failure:
                     choice.add(run(f"round {number + 1} of {rounds}: {choice.label}", cfg))
-    return found
+    return choices
 
 
-def _config(one: Candidate, steps: int) -> RunConfig:
-    return measured_config(one.cfg, warmup_steps=WARMUP_STEPS, num_steps=max(1, min(steps, one.most_steps())))
+def _config(candidate: Candidate, steps: int) -> RunConfig:
+    num_steps = max(1, min(steps, candidate.num_steps - WARMUP_STEPS, MOST_STEPS))
+    return measured_config(candidate.cfg, warmup_steps=WARMUP_STEPS, num_steps=num_steps)
 
 
 @contextmanager

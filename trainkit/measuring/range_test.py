@@ -74,7 +74,7 @@ class LrCurve:
         The loss counts as falling if its least smoothed value is below the first one by more than the noise: the
         standard deviation of the losses around the smoothed ones, up to the least.
         """
-        rates, losses = ([step[part] for step in steps] for part in (0, 1))
+        rates, losses = ([step[column] for step in steps] for column in (0, 1))
         smoothed = _smoothed(np.array(losses, dtype=np.float64)) if steps else np.zeros(0)
         columns = zip(rates, losses, smoothed.tolist(), strict=True)
         points = tuple(RateStep(lr=lr, loss=loss, smoothed=mean) for lr, loss, mean in columns)
@@ -84,8 +84,8 @@ class LrCurve:
         noise = float(np.std(losses[: least + 1] - smoothed[: least + 1]))
         if smoothed[0] - smoothed[least] <= noise:
             return cls(points=points, ended=ended)
-        place = int(np.argmin(np.gradient(smoothed, np.log(rates))[:least]))
-        return cls(points=points, ended=ended, steepest=rounded(rates[place]), minimum=rounded(rates[least]))
+        index = int(np.argmin(np.gradient(smoothed, np.log(rates))[:least]))
+        return cls(points=points, ended=ended, steepest=rounded(rates[index]), minimum=rounded(rates[least]))
 
 
 def _smoothed(values: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -116,8 +116,8 @@ class Divergence:
     exceeds its first value and min + 3 * |min|: for a positive loss, four times the minimum.
 
     Example:
-        >>> seen = Divergence()
-        >>> [seen.add(loss) for loss in (2.0, 1.0, 1.0, 9.0, 90.0)]
+        >>> divergence = Divergence()
+        >>> [divergence.add(loss) for loss in (2.0, 1.0, 1.0, 9.0, 90.0)]
         [False, False, False, False, True]
     """
 
@@ -178,8 +178,8 @@ class RangeTest(Callback):
         """Write the recorded steps."""
         del result
         if run.is_owner:
-            found = self._running
-            write_json_atomically(run.folder / FILE, {"points": found.points, "has_diverged": found.has_diverged})
+            running = self._running
+            write_json_atomically(run.folder / FILE, {"points": running.points, "has_diverged": running.has_diverged})
 
 
 def range_config(cfg: RunConfig, *, low: float, high: float, steps: int, peak: float) -> RunConfig:
@@ -224,18 +224,18 @@ def range_test(cfg: RunConfig, *, start: StartTraining = train_apart) -> LrCurve
     with scratch_folder() as folder:
         ended = start(cfg, folder / "test")
         try:
-            found = read_map(ended.folder / FILE, _KEYS)
+            content = read_map(ended.folder / FILE, _KEYS)
         except AbsentFileError:
-            found = {"points": [], "has_diverged": False}
+            content = {"points": [], "has_diverged": False}
     not_finite = ended.error in _NOT_FINITE
-    if ended.failure and not (not_finite and found["points"]):
+    if ended.failure and not (not_finite and content["points"]):
         if not_finite:
             raise NonFiniteError(
                 f"the loss is not finite before the first update, at any learning rate: {ended.failure}"
             )
         raise TrainingError(f"the range test failed: {ended.failure}")
-    why: Ending = "not_finite" if not_finite else "diverged" if found["has_diverged"] else "range"
-    return LrCurve.of([(float(lr), float(loss)) for lr, loss in found["points"]], why)
+    why: Ending = "not_finite" if not_finite else "diverged" if content["has_diverged"] else "range"
+    return LrCurve.of([(float(lr), float(loss)) for lr, loss in content["points"]], why)
 
 
 _NOT_FINITE: Final = frozenset({"NonFiniteError", "LossScaleError"})
@@ -289,7 +289,7 @@ class FindLrDocument:
     def lines(self) -> Iterator[str]:
         """Yield some steps of the curve, evenly spaced, the reason for its end, and the overrides."""
         last, count = len(self.points) - 1, min(len(self.points), _ROWS)
-        shown = [self.points[last * place // max(count - 1, 1)] for place in range(count)]
+        shown = [self.points[last * index // max(count - 1, 1)] for index in range(count)]
         rows = [[figure(point.lr), figure(point.loss), figure(point.smoothed)] for point in shown]
         yield from row_lines(["learning rate", "loss", "smoothed"], rows)
         yield ""

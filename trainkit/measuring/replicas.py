@@ -73,9 +73,9 @@ class Scalable:
 
     def at(self, replicas: int) -> Scaled:
         """Return the strategy with this number of replicas."""
-        found = self.plan.components.strategy.scaled(replicas, self.plan.context)
-        assert found is not None, "checked by scalable()"
-        return found
+        scaled = self.plan.components.strategy.scaled(replicas, self.plan.context)
+        assert scaled is not None, "checked by scalable()"
+        return scaled
 
     @property
     def has_tables(self) -> bool:
@@ -90,8 +90,8 @@ class Scalable:
         gpus = max(self.plan.context.num_gpus, replicas) if self.plan.context.num_gpus else 0
         shards = replicas if self.cut_is_free else self.plan.batch.num_shards(0)
         cut = StepCut(num_shards=max(shards, replicas), num_replicas=replicas)
-        found = traffic_of(strategy, self.model, replace(self.plan.context, num_gpus=gpus), cut)
-        return None if found is None else tuple(one for one in found if one.occurs_at(_STEPS))
+        transfers = traffic_of(strategy, self.model, replace(self.plan.context, num_gpus=gpus), cut)
+        return None if transfers is None else tuple(transfer for transfer in transfers if transfer.occurs_at(_STEPS))
 
     def measured_counts(self, target: int) -> list[int]:
         """Return the numbers of replicas above 1 that this machine can measure."""
@@ -122,11 +122,11 @@ def scalable(cfg: RunConfig) -> Scalable:
             f"{names_of(lambda kind: kind.scaled is not Strategy.scaled)}; --simulate needs none of them."
         )
         raise ConfigError([Problem(key="strategy", rule=rule)])
-    what = Scalable(cfg=cfg, plan=plan, model=meta_model(plan.cfg), cores=num_cores())
-    if what.transfers(2) is None:
+    training = Scalable(cfg=cfg, plan=plan, model=meta_model(plan.cfg), cores=num_cores())
+    if training.transfers(2) is None:
         rule = "the transfers of this strategy and model are not known before the run; --simulate does not need them."
         raise ConfigError([Problem(key="strategy", rule=rule)])
-    return what
+    return training
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,8 +141,8 @@ class Measured:
     @property
     def failures(self) -> list[str]:
         """Reasons why measurements failed."""
-        found = [*self.shares.values(), *self.replicas.values()]
-        return [f"{one.label}: {one.failure}" for one in found if not one.is_measured]
+        choices = [*self.shares.values(), *self.replicas.values()]
+        return [f"{choice.label}: {choice.failure}" for choice in choices if not choice.is_measured]
 
     def points(self, *, grows: bool) -> list[Point]:
         """Return the measured numbers of replicas.
@@ -150,16 +150,16 @@ class Measured:
         Args:
             grows: whether each replica computes whole steps, so that n updates are one step of the model.
         """
-        found = [(count, count if grows else 1, one.step_s) for count, one in self.replicas.items() if one.is_measured]
+        steps = [(n, n if grows else 1, choice.step_s) for n, choice in self.replicas.items() if choice.is_measured]
         return [
-            Point(replicas=count, step_s=times * one.median, low_s=times * one.low, high_s=times * one.high)
-            for count, times, one in found
-            if one is not None
+            Point(replicas=n, step_s=times * step.median, low_s=times * step.low, high_s=times * step.high)
+            for n, times, step in steps
+            if step is not None
         ]
 
 
 def measure(
-    what: Scalable,
+    training: Scalable,
     target: int,
     *,
     rounds: int,
@@ -170,24 +170,24 @@ def measure(
 ) -> Measured:
     """Measure the shares of one replica, then `counts` replicas (default: 2 and 4, if there are devices for them)."""
     shares, replicas = {}, {}
-    for count in what.shares(target):
-        threads, size = max(1, what.cores // count) if what.on_cpu else None, what.share(count)
+    for count in training.shares(target):
+        threads, size = max(1, training.cores // count) if training.on_cpu else None, training.share(count)
         beside = "" if threads is None else f", {threads} thread{'' if threads == 1 else 's'}"
         label = f"one replica, {size} sample{'' if size == 1 else 's'} a step{beside}"
-        micro = None if what.cut_is_free else what.plan.batch.micro_size
-        batch = replace(what.cfg.batch, global_size=size, micro_size=micro, accumulation=None)
-        cfg = replace(what.cfg, steps=_STEPS, strategy=_ONE_DEVICE, batch=batch)
-        one = Candidate(label=label, cfg=cfg, num_steps=_STEPS)
+        micro = None if training.cut_is_free else training.plan.batch.micro_size
+        batch = replace(training.cfg.batch, global_size=size, micro_size=micro, accumulation=None)
+        cfg = replace(training.cfg, steps=_STEPS, strategy=_ONE_DEVICE, batch=batch)
+        candidate = Candidate(label=label, cfg=cfg, num_steps=_STEPS)
         alone = partial(start, threads=threads)
-        shares[count] = bench([one], rounds=rounds, steps=steps, log=log, start=alone)[0]
-    for count in what.measured_counts(target) if counts is None else counts:
-        cfg = replace(what.cfg, steps=_STEPS, strategy={**what.cfg.strategy, **what.at(count).keys})
-        one = Candidate(label=f"{count} replicas", cfg=cfg, num_steps=_STEPS)
-        replicas[count] = bench([one], rounds=rounds, steps=steps, log=log, start=start)[0]
+        shares[count] = bench([candidate], rounds=rounds, steps=steps, log=log, start=alone)[0]
+    for count in training.measured_counts(target) if counts is None else counts:
+        cfg = replace(training.cfg, steps=_STEPS, strategy={**training.cfg.strategy, **training.at(count).keys})
+        candidate = Candidate(label=f"{count} replicas", cfg=cfg, num_steps=_STEPS)
+        replicas[count] = bench([candidate], rounds=rounds, steps=steps, log=log, start=start)[0]
     return Measured(shares=shares, replicas=replicas)
 
 
-def workload(what: Scalable, measured: Measured, *, within: Link) -> Workload:
+def workload(training: Scalable, measured: Measured, *, within: Link) -> Workload:
     """Return the model of a training on this host, as far as one replica determines it.
 
     A sum through memory of the host is assumed four times as fast as one over `within`.
@@ -196,28 +196,28 @@ def workload(what: Scalable, measured: Measured, *, within: Link) -> Workload:
     step = first.step_s
     assert step is not None, "the caller has refused a measurement that failed"
     waiting = first.spread("input")
-    seconds = {count: found.median for count, one in measured.shares.items() if (found := one.step_s) is not None}
+    seconds = {count: time.median for count, choice in measured.shares.items() if (time := choice.step_s) is not None}
     spread = first.spread("step_spread")
-    in_memory = all(one.by == "memory" for one in what.transfers(2) or ())
+    in_memory = all(transfer.by == "memory" for transfer in training.transfers(2) or ())
     return Workload(
         share_s=seconds,
-        samples=what.plan.batch.global_size,
-        grows=not what.at(2).waits,
-        exchange=_exchanges(what),
+        samples=training.plan.batch.global_size,
+        grows=not training.at(2).waits,
+        exchange=_exchanges(training),
         within=replace(within, bandwidth=4 * within.bandwidth) if in_memory else within,
-        cores=what.cores if what.on_cpu else None,
+        cores=training.cores if training.on_cpu else None,
         spread=min(spread.median if spread is not None else 0.0, 1.0),
         input_share=min(waiting.median / step.median, 1.0) if waiting is not None else 0.0,
     )
 
 
-def _exchanges(what: Scalable) -> Exchanges:
+def _exchanges(training: Scalable) -> Exchanges:
     """Return the exchanges of a training, computed from the bytes of its strategy."""
 
     @cache
     def of(replicas: int) -> Exchange:
-        found = what.transfers(replicas) or ()
-        return exchange_of(found, waits=what.at(replicas).waits) if replicas > 1 else Exchange()
+        transfers = training.transfers(replicas) or ()
+        return exchange_of(transfers, waits=training.at(replicas).waits) if replicas > 1 else Exchange()
 
     return of
 
@@ -234,21 +234,21 @@ def exchange_of(transfers: Sequence[Transfer], *, waits: bool) -> Exchange:
         8.0
     """
     by_rank = []
-    for one in transfers:  # the bytes of the busier direction of each rank's link
-        found: dict[int, float] = {}
-        for (rank, _), size in _directions([one]).items():
-            found[rank] = max(found.get(rank, 0.0), size)
-        by_rank.append(found or {0: 0.0})
-    own = math.fsum(median_low(found.values()) for found in by_rank)
+    for transfer in transfers:  # the bytes of the busier direction of each rank's link
+        busiest: dict[int, float] = {}
+        for (rank, _), size in _directions([transfer]).items():
+            busiest[rank] = max(busiest.get(rank, 0.0), size)
+        by_rank.append(busiest or {0: 0.0})
+    own_bytes = math.fsum(median_low(sizes.values()) for sizes in by_rank)
     if waits:
-        wall = math.fsum(max(found.values()) for found in by_rank)
+        wall = math.fsum(max(sizes.values()) for sizes in by_rank)
     else:
         wall = max(_directions(transfers).values(), default=0.0)
     return Exchange(
-        own_bytes=own,
+        own_bytes=own_bytes,
         wall_bytes=wall,
-        messages=sum(one.messages for one in transfers),
-        overlaps=any(one.overlaps for one in transfers),
+        messages=sum(transfer.messages for transfer in transfers),
+        overlaps=any(transfer.overlaps for transfer in transfers),
         waits=waits,
     )
 
@@ -256,8 +256,8 @@ def exchange_of(transfers: Sequence[Transfer], *, waits: bool) -> Exchange:
 def _directions(transfers: Sequence[Transfer]) -> dict[tuple[int, bool], float]:
     """Return the bytes of each rank's link in each direction: (rank, whether it sends) -> bytes."""
     total: dict[tuple[int, bool], float] = {}
-    for one in transfers:
-        for (sender, receiver), size in one.flows.items():
+    for transfer in transfers:
+        for (sender, receiver), size in transfer.flows.items():
             total[sender, True] = total.get((sender, True), 0.0) + size
             total[receiver, False] = total.get((receiver, False), 0.0) + size
     return total
@@ -266,24 +266,24 @@ def _directions(transfers: Sequence[Transfer]) -> dict[tuple[int, bool], float]:
 def measured_shares(measured: Measured) -> list[MeasuredShare]:
     """Return what one replica measured."""
     return [
-        MeasuredShare(what=one.label, step_s=Interval(low=seconds.low, middle=seconds.median, high=seconds.high))
-        for one in measured.shares.values()
-        if (seconds := one.step_s) is not None
+        MeasuredShare(what=choice.label, step_s=Interval(low=seconds.low, middle=seconds.median, high=seconds.high))
+        for choice in measured.shares.values()
+        if (seconds := choice.step_s) is not None
     ]
 
 
-def fitted(what: Scalable, measured: Measured, link: estimates.Link | None) -> Fit:
+def fitted(training: Scalable, measured: Measured, link: estimates.Link | None) -> Fit:
     """Return the model of a training on this host.
 
     Args:
-        what: the training.
+        training: the training.
         measured: its measurements, of which none failed.
         link: the link within a host; None: that of the fit, from gloo over loopback, or PCIe 3 x 16.
     """
-    within = Link(bandwidth=2e9, latency_s=1e-4) if what.on_cpu else Link(bandwidth=1e10, latency_s=1e-5)
+    within = Link(bandwidth=2e9, latency_s=1e-4) if training.on_cpu else Link(bandwidth=1e10, latency_s=1e-5)
     if link is not None:
         within = Link(bandwidth=link.gb_s * 1e9, latency_s=link.latency_us / 1e6)
-    work = workload(what, measured, within=within)
+    work = workload(training, measured, within=within)
     # The uncertainty of the shares: half of the widest range of turns, and 3 % at least.
-    ranges = [math.log(one.step_s.high / one.step_s.low) / 2 for one in measured_shares(measured)]
+    ranges = [math.log(share.step_s.high / share.step_s.low) / 2 for share in measured_shares(measured)]
     return fit(work, measured.points(grows=work.grows), computing=max(0.03, *ranges))

@@ -66,8 +66,8 @@ class WorkerSearch:
 
 def workers_of_plan(plan: RunPlan) -> tuple[int, str]:
     """Return the number of workers for a run that is about to begin, and a note about it."""
-    found = search_workers(plan.cfg, num_steps=plan.num_steps, num_ranks=len(plan.tasks))
-    return found.num_workers, found.reason
+    search = search_workers(plan.cfg, num_steps=plan.num_steps, num_ranks=len(plan.tasks))
+    return search.num_workers, search.reason
 
 
 def search_workers(
@@ -95,7 +95,7 @@ def search_workers(
     if num_steps < FEWEST_STEPS:
         reason = f"0, because a training of {num_steps} steps is too short to measure"
         return WorkerSearch(choices=(Choice(label="0"),), num_workers=0, reason=reason)
-    found = list[Choice]()
+    choices = list[Choice]()
     with turns(start, log) as run:
 
         def measure(choice: Choice) -> None:
@@ -103,16 +103,16 @@ def search_workers(
 
         most = max(num_cores() // max(num_ranks, 1), 1)
         for count in (0, *(1 << power for power in range(most.bit_length()))):
-            found.append(Choice(label=str(count)))
-            measure(found[-1])
-            if not found[-1].is_measured or _input_share(found[-1]) <= _FREE:
+            choices.append(Choice(label=str(count)))
+            measure(choices[-1])
+            if not choices[-1].is_measured or _input_share(choices[-1]) <= _FREE:
                 break
-            if len(found) > 1 and _step_s(found[-1]) > (1 - _GAIN) * min(map(_step_s, found[:-1])):
+            if len(choices) > 1 and _step_s(choices[-1]) > (1 - _GAIN) * min(map(_step_s, choices[:-1])):
                 break  # it is no faster than fewer workers
-        for choice in (one for _ in range(1, rounds) for one in found):
+        for choice in choices * (rounds - 1):
             if choice.is_measured:
                 measure(choice)
-    return _judged(found)
+    return _judged(choices)
 
 
 def _config(cfg: RunConfig, count: int, num_steps: int) -> RunConfig:
@@ -129,20 +129,20 @@ def _step_s(choice: Choice) -> float:
 
 
 def _input_share(choice: Choice) -> float:
-    part = choice.spread("input")
-    return 0.0 if part is None else part.median / _step_s(choice)
+    spread = choice.spread("input")
+    return 0.0 if spread is None else spread.median / _step_s(choice)
 
 
-def _judged(found: list[Choice]) -> WorkerSearch:
-    first, shortest = found[0], min(map(_step_s, found))
+def _judged(choices: list[Choice]) -> WorkerSearch:
+    first, shortest = choices[0], min(map(_step_s, choices))
     if not first.is_measured:
         reason = f"0, because the training could not be measured: {first.failure}"
-        return WorkerSearch(choices=tuple(found), num_workers=0, reason=reason)
-    best = next(one for one in found if _step_s(one) <= (1 + _GAIN) * shortest)
+        return WorkerSearch(choices=tuple(choices), num_workers=0, reason=reason)
+    best = next(choice for choice in choices if _step_s(choice) <= (1 + _GAIN) * shortest)
     before = share(_input_share(first))
     if best is first:
         reason = f"0, because reading takes {before} of a step"
-        if len(found) > 1:
+        if len(choices) > 1:
             reason += ", and workers do not shorten a step"
     else:
         faster = _step_s(first) / _step_s(best)
@@ -150,7 +150,7 @@ def _judged(found: list[Choice]) -> WorkerSearch:
         reason = (
             f"{best.label}: a step is {faster:.1f} times as fast, and reading takes {after} of it instead of {before}"
         )
-    return WorkerSearch(choices=tuple(found), num_workers=int(best.label), reason=reason)
+    return WorkerSearch(choices=tuple(choices), num_workers=int(best.label), reason=reason)
 
 
 _SHARD_WARMUP: Final = 3
@@ -206,12 +206,12 @@ def sizes_of(plan: RunPlan) -> list[Size]:
         plan: the plan of a run; its global batch and its number of replicas do not change.
     """
     total, replicas = plan.batch.global_size, plan.num_replicas
-    found = {plan.batch.micro_size}
+    sizes = {plan.batch.micro_size}
     shards = 1
     while shards * replicas < 2 * total:
-        found.add(-(-total // (shards * replicas)))
+        sizes.add(-(-total // (shards * replicas)))
         shards *= 2
-    counts = {size: math.ceil(total / size) for size in sorted(found, reverse=True)}
+    counts = {size: math.ceil(total / size) for size in sorted(sizes, reverse=True)}
     return [Size(micro_size=size, accumulation=math.ceil(count / replicas)) for size, count in counts.items()]
 
 
@@ -234,11 +234,11 @@ def _refuse(size: Size, cfg: RunConfig, plan: RunPlan, memory: HostMemory | None
     if memory is None:
         return
     plan = plan.resolved(lambda: model)
-    found = verdict_of(plan, device_memory(plan, model, evaluates=False), memory)  # turns evaluate nothing
-    size.predicted_bytes = found.needs
-    if found.fits is False:
+    verdict = verdict_of(plan, device_memory(plan, model, evaluates=False), memory)  # turns evaluate nothing
+    size.predicted_bytes = verdict.needs
+    if verdict.fits is False:
         size.status = "too_big"
-        size.reason = f"needs {num_bytes(found.needs)} by the plan, {found.name} has {num_bytes(found.has)} free"
+        size.reason = f"needs {num_bytes(verdict.needs)} by the plan, {verdict.name} has {num_bytes(verdict.has)} free"
 
 
 def _config_of(size: Size, cfg: RunConfig, plan: RunPlan, steps: int) -> RunConfig:
@@ -301,16 +301,16 @@ def search_micro_size(
                 size.status, size.peak_bytes = "measured", choice.peak_bytes
                 size.samples_per_s, size.step_s = choice.samples_per_s, choice.step_s
 
-        for place, size in enumerate(sizes):
+        for index, size in enumerate(sizes):
             _refuse(size, cfg, plan, memory)
             if size.status == "untried":
                 measure(size)
-            if size.status == "failed" or _only_slower(sizes[: place + 1]):
+            if size.status == "failed" or _only_slower(sizes[: index + 1]):
                 why = "the size above has failed" if size.status == "failed" else "the larger sizes are slower already"
-                for rest in sizes[place + 1 :]:
-                    rest.reason = f"not tried: {why}"
+                for smaller in sizes[index + 1 :]:
+                    smaller.reason = f"not tried: {why}"
                 break
-        for size in (one for _ in range(rounds - 1) for one in sizes):
+        for size in sizes * (rounds - 1):
             if size.status == "measured":
                 measure(size)
     return sizes
@@ -358,25 +358,25 @@ class FindMicroSizeDocument:
 
     def lines(self) -> Iterator[str]:
         """Yield the sizes that were measured, the others by their reasons, and the overrides."""
-        measured = [one for one in self.sizes if one.status == "measured"]
+        measured = [size for size in self.sizes if size.status == "measured"]
         if measured:
-            fastest = max(one.speed for one in measured)
+            fastest = max(size.speed for size in measured)
             columns: dict[str, Callable[[Size], str]] = {
-                "micro size": lambda one: str(one.micro_size),
-                "shards a replica": lambda one: str(one.accumulation),
-                "samples/s": lambda one: figure(one.speed),
-                "from .. to": lambda one: range_text(one.samples_per_s),
-                "of the fastest": lambda one: share(one.speed / fastest),
-                "memory": lambda one: num_bytes(one.peak_bytes or 0),
+                "micro size": lambda size: str(size.micro_size),
+                "shards a replica": lambda size: str(size.accumulation),
+                "samples/s": lambda size: figure(size.speed),
+                "from .. to": lambda size: range_text(size.samples_per_s),
+                "of the fastest": lambda size: share(size.speed / fastest),
+                "memory": lambda size: num_bytes(size.peak_bytes or 0),
             }
-            if any(one.predicted_bytes is not None for one in measured):
-                columns["planned for the host"] = lambda one: num_bytes(one.predicted_bytes or 0)
-            yield from row_lines([*columns], [[cell(one) for cell in columns.values()] for one in measured])
+            if any(size.predicted_bytes is not None for size in measured):
+                columns["planned for the host"] = lambda size: num_bytes(size.predicted_bytes or 0)
+            yield from row_lines([*columns], [[cell(size) for cell in columns.values()] for size in measured])
             yield ""
-        others = [one for one in self.sizes if one.status != "measured"]
-        words = [("out of memory: " if one.status == "out_of_memory" else "") + str(one.reason) for one in others]
+        others = [size for size in self.sizes if size.status != "measured"]
+        words = [("out of memory: " if size.status == "out_of_memory" else "") + str(size.reason) for size in others]
         for reason in dict.fromkeys(words):
-            sizes = (str(one.micro_size) for one, own in zip(others, words, strict=True) if own == reason)
+            sizes = (str(size.micro_size) for size, word in zip(others, words, strict=True) if word == reason)
             yield f"  {', '.join(sizes)}: {reason}"
         if self.micro_size is None:
             yield "  No size could be measured."

@@ -206,26 +206,26 @@ def bench_document(
     data: DataVerdict | None = None,
 ) -> BenchDocument:
     """Return what was measured, where, when and by which command."""
-    found, notes = [_measured(one) for one in choices], list(dict.fromkeys(notes))
+    entries, notes = [_measured(choice) for choice in choices], list(dict.fromkeys(notes))
     return BenchDocument(
-        **header(command), machine=machine(), rounds=rounds, until=target, choices=found, notes=notes, data=data
+        **header(command), machine=machine(), rounds=rounds, until=target, choices=entries, notes=notes, data=data
     )
 
 
-def _measured(one: Choice) -> MeasuredChoice:
-    figures = next((turn.figures for turn in one.turns), {})
-    found = {
-        "label": one.label,
-        "status": "failed" if one.failure else "measured",
-        "failure": one.failure or None,
+def _measured(choice: Choice) -> MeasuredChoice:
+    figures = next((turn.figures for turn in choice.turns), {})
+    entry = {
+        "label": choice.label,
+        "status": "failed" if choice.failure else "measured",
+        "failure": choice.failure or None,
         **{name: figures.get(name) for name in ("replicas", "device", "steps")},
-        **{name: one.spread(name) for name in SPREADS if name in MeasuredChoice.__annotations__},
-        "parts_s": {part: one.spread(part) for part in STEP_PARTS},
-        "peak_bytes": one.peak_bytes or None,
-        "cold_start_s": None if one.cold is None else one.cold.start_s,
-        "turns": [dict(turn.figures) for turn in one.turns],
+        **{name: choice.spread(name) for name in SPREADS if name in MeasuredChoice.__annotations__},
+        "parts_s": {part: choice.spread(part) for part in STEP_PARTS},
+        "peak_bytes": choice.peak_bytes or None,
+        "cold_start_s": None if choice.cold is None else choice.cold.start_s,
+        "turns": [dict(turn.figures) for turn in choice.turns],
     }
-    return cast("MeasuredChoice", found)
+    return cast("MeasuredChoice", entry)
 
 
 class Header(TypedDict):
@@ -247,7 +247,7 @@ def machine() -> Machine:
         "system": platform.platform(),
         "processor": platform.machine(),
         "cores": num_cores(),
-        "gpus": [torch.cuda.get_device_name(place) for place in range(torch.cuda.device_count())],
+        "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
         "packages": packages({}),
     }
 
@@ -258,8 +258,8 @@ def table_lines(choices: Sequence[Choice], *, target: Target | None = None) -> I
     measured = [choice for choice in choices if choice.is_measured]
     tables: list[Mapping[str, Column]] = [] if target is None else [_until_columns(target)]
     tables += [speed_columns(measured), PART_COLUMNS] if measured else []
-    for place, columns in enumerate(tables):
-        yield from ["", *table(width, measured, columns)][place == 0 :]
+    for index, columns in enumerate(tables):
+        yield from ["", *table(width, measured, columns)][index == 0 :]
     yield from (f"  {choice.label}: failed: {choice.failure}" for choice in choices if choice.failure)
 
 
@@ -277,55 +277,55 @@ def speed_columns(measured: Sequence[Choice]) -> dict[str, Column]:
     first = _median(measured[0], "samples_per_s")
     columns: dict[str, Column] = {
         "samples/s": partial(_cell, "samples_per_s", figure),
-        "from .. to": lambda one: range_text(one.samples_per_s),
-        "ratio": lambda one: f"{_median(one, 'samples_per_s') / first:.2f}",
+        "from .. to": lambda choice: range_text(choice.samples_per_s),
+        "ratio": lambda choice: f"{_median(choice, 'samples_per_s') / first:.2f}",
         "targets/s": partial(_cell, "targets_per_s", figure),
-        "memory": lambda one: num_bytes(one.peak_bytes),
+        "memory": lambda choice: num_bytes(choice.peak_bytes),
         "start": partial(_cell, "start_s", duration),
         "first step": partial(_cell, "first_step_s", duration),
         "of it compiling": partial(_cell, "compile_s", duration),
         "J/sample": partial(_cell, "joules_per_sample", figure),
     }
     for name, column in (("targets_per_s", "targets/s"), ("joules_per_sample", "J/sample")):
-        if not any(one.spread(name) for one in measured):
+        if not any(choice.spread(name) for choice in measured):
             del columns[column]
-    if not any(_median(one, "compile_s") > 0 for one in measured):
+    if not any(_median(choice, "compile_s") > 0 for choice in measured):
         del columns["of it compiling"]
     return columns
 
 
-def _share_of_step(part: str, one: Choice) -> str:
-    return share(_median(one, part) / _median(one, "step_s"))
+def _share_of_step(part: str, choice: Choice) -> str:
+    return share(_median(choice, part) / _median(choice, "step_s"))
 
 
 PART_COLUMNS: Final[Mapping[str, Column]] = {
-    "ms a step": lambda one: figure(1e3 * _median(one, "step_s")),
+    "ms a step": lambda choice: figure(1e3 * _median(choice, "step_s")),
     **{part: partial(_share_of_step, part) for part in STEP_PARTS},
 }
 """The columns about the parts of a step."""
 
 
 def _until_columns(target: Target) -> dict[str, Column]:
-    def reached(one: Choice) -> str:
-        if (until := one.spread("until_s")) is not None:
+    def reached(choice: Choice) -> str:
+        if (until := choice.spread("until_s")) is not None:
             return duration(until.median)
-        values = [turn.figures.get("metric") for turn in one.turns]
+        values = [turn.figures.get("metric") for turn in choice.turns]
         ends = ", ".join(figure(value) for value in values if value is not None)
         return f"not reached: {ends}" if ends else "not reached"
 
     return {
         f"{target.metric} of {target.value:g}": reached,
-        "steps": lambda one: f"{max((turn.figures['trained_steps'] for turn in one.turns), default=0):,}",
+        "steps": lambda choice: f"{max((turn.figures['trained_steps'] for turn in choice.turns), default=0):,}",
     }
 
 
-def _median(one: Choice, name: str) -> float:
-    found = one.spread(name)
-    return math.nan if found is None else found.median
+def _median(choice: Choice, name: str) -> float:
+    spread = choice.spread(name)
+    return math.nan if spread is None else spread.median
 
 
-def _cell(name: str, show: Callable[[float], str], one: Choice) -> str:
-    return "" if one.spread(name) is None else show(_median(one, name))
+def _cell(name: str, show: Callable[[float], str], choice: Choice) -> str:
+    return "" if choice.spread(name) is None else show(_median(choice, name))
 
 
 def range_text(spread: Spread | None) -> str:

@@ -103,13 +103,13 @@ def remedies(work: Workload, replicas: int, keys: Remedies, *, has_tables: bool 
         ),
         (f"{spares} spares for the slowest", keys.spares and f"{keys.spares}={spares}", with_spares, False),
     ]
-    rates = [(name, key, model.samples_per_s(one, replicas), other) for name, key, one, other in tried if key]
+    rates = [(name, key, model.samples_per_s(changed, replicas), other) for name, key, changed, other in tried if key]
     fewer = model.samples_per_s(replace(work, share_s=times(1 / 2)), half)
     rates.append((f"{half} replicas twice as fast", "other devices", fewer, False))
     base = model.samples_per_s(work, replicas)
     return [
         Remedy(name=name, key=key, gain=rate / base, replicas=replicas, other_training=other)
-        for name, key, rate, other in sorted(rates, key=lambda one: -one[2])
+        for name, key, rate, other in sorted(rates, key=lambda item: -item[2])
         if rate >= _HELPS * base
     ]
 
@@ -137,10 +137,10 @@ def _sending(work: Workload, share: float = 1.0, *, wall: float = 1.0, messages:
     """Return the workload with shares of the bytes, of those of the busiest link, and of the messages."""
 
     def exchange(replicas: int) -> Exchange:
-        one = work.exchange(replicas)
-        own = one.own_bytes * share
-        busiest = max(one.wall_bytes * share * wall, own)
-        return replace(one, own_bytes=own, wall_bytes=busiest, messages=one.messages * messages)
+        full = work.exchange(replicas)
+        own_bytes = full.own_bytes * share
+        busiest = max(full.wall_bytes * share * wall, own_bytes)
+        return replace(full, own_bytes=own_bytes, wall_bytes=busiest, messages=full.messages * messages)
 
     return replace(work, exchange=exchange)
 
@@ -261,7 +261,7 @@ class ScaleDocument:
 def scale_document(
     fit: Fit,
     target: int,
-    known: Mapping[str, InputValue],
+    inputs: Mapping[str, InputValue],
     keys: Remedies,
     *,
     seed: int,
@@ -275,7 +275,7 @@ def scale_document(
     Args:
         fit: the model.
         target: the largest number of replicas to predict.
-        known: the inputs.
+        inputs: values that were not measured, by name.
         keys: keys of the strategy that change its exchange.
         seed: seed of the intervals.
         measured: what one replica measured.
@@ -283,19 +283,19 @@ def scale_document(
         on_cpu: whether the replicas of a host share its price.
         notes: remarks for the user.
     """
-    per_host, found = known["per_host"].value if "per_host" in known else 0, []
+    per_host, predictions = inputs["per_host"].value if "per_host" in inputs else 0, []
     counts = {target, *(2**power for power in range(target.bit_length())), *(check.replicas for check in fit.checks)}
-    for one in model.predictions(fit.work, fit.draw, sorted(counts), seed=seed):
-        paid = (math.ceil(one.replicas / per_host) if per_host else 1) if on_cpu else one.replicas
-        cost = known["price_h"].value * paid / 3600 / one.samples_per_s.middle * 1e6
-        found.append(replace(one, cost_per_million=cost or None))
+    for prediction in model.predictions(fit.work, fit.draw, sorted(counts), seed=seed):
+        paid = (math.ceil(prediction.replicas / per_host) if per_host else 1) if on_cpu else prediction.replicas
+        cost = inputs["price_h"].value * paid / 3600 / prediction.samples_per_s.middle * 1e6
+        predictions.append(replace(prediction, cost_per_million=cost or None))
     has_verdict, doubts = all(check.inside for check in fit.checks), []
     if not has_verdict:
         doubts.append("a check lies outside its interval: this machine was busy, or the model lacks something.")
-    if any(one.efficiency > _IMPLAUSIBLE for one in found):
+    if any(prediction.efficiency > _IMPLAUSIBLE for prediction in predictions):
         doubts.append("a speed-up exceeds the replicas: the measurement of one was disturbed. Repeat it without load.")
     document = ScaleDocument(
-        to_replicas=target, seed=seed, inputs=known, measured=measured, checks=fit.checks, predictions=found,
+        to_replicas=target, seed=seed, inputs=inputs, measured=measured, checks=fit.checks, predictions=predictions,
         notes=[*doubts, *notes],
     )  # fmt: skip
     if not has_verdict:
@@ -305,18 +305,18 @@ def scale_document(
     middle = knee_of(fit.work, most)
     # The bottleneck is examined beyond the knee; for a training that scales to the target, at the target.
     bound_at = min(2 * middle, target)
-    name, part = model.predict(fit.work, bound_at).binding
+    name, portion = model.predict(fit.work, bound_at).binding
     return replace(
         document,
         knee=Interval(low=min(knees[2], middle), middle=middle, high=max(knees[-3], middle)),
         use_one_device=middle < 2,
-        binds=Binding(at_replicas=bound_at, what=name, share=part),
+        binds=Binding(at_replicas=bound_at, what=name, share=portion),
         remedies=remedies(fit.work, bound_at, keys, has_tables=has_tables) if bound_at > 1 else (),
         servers_needed=servers_needed(fit.work, target, keys.num_servers) if keys.num_servers else None,
     )
 
 
-def simulated_document(known: Mapping[str, InputValue], target: int, *, seed: int) -> ScaleDocument:
+def simulated_document(inputs: Mapping[str, InputValue], target: int, *, seed: int) -> ScaleDocument:
     """Return the answers without any measurement: an all-reduce, parameter servers, spares and checkpoints.
 
     Example:
@@ -326,7 +326,7 @@ def simulated_document(known: Mapping[str, InputValue], target: int, *, seed: in
         >>> found.spares, found.servers_needed
         (2, 4)
     """
-    fit, values = simulated(known), {name: one.value for name, one in known.items()}
+    fit, values = simulated(inputs), {name: item.value for name, item in inputs.items()}
     work = fit.work
     # Each server is counted with the bytes that cross its own link in the time of one on the link of a replica.
     exchange = model.servers(values["megabytes"] * 1e6, values["server_gbit"] / values["gbit"], is_async=True)
@@ -335,27 +335,27 @@ def simulated_document(known: Mapping[str, InputValue], target: int, *, seed: in
     every_s = max(checkpoint_interval_s(write_s, mtbf_s), 1.0)
     progress = goodput(every_s, write_s, mtbf_s, restart_s=values["restart_s"])
     return replace(
-        scale_document(fit, target, known, Remedies(), seed=seed),
+        scale_document(fit, target, inputs, Remedies(), seed=seed),
         servers_needed=servers_needed(replace(work, exchange=exchange), target, 1),
         spares=best_spares(unlinked, target),
         checkpoint=CheckpointInterval(every_s=every_s, goodput=progress, mtbf_s=mtbf_s),
     )
 
 
-def scale_lines(found: ScaleDocument, title: str, *, num_servers: int | None = None) -> Iterator[str]:
+def scale_lines(document: ScaleDocument, title: str, *, num_servers: int | None = None) -> Iterator[str]:
     """Yield the report of a training that has this number of parameter servers."""
     yield title
-    meaning = HOSTS if "per_host" in found.inputs else SIMULATED
+    specs = HOSTS if "per_host" in document.inputs else SIMULATED
     inputs = [
-        (name, f"{figure(one.value)} {one.unit or ''}".rstrip(), one.origin, meaning[name].means)
-        for name, one in found.inputs.items()
+        (name, f"{figure(item.value)} {item.unit or ''}".rstrip(), item.origin, specs[name].means)
+        for name, item in document.inputs.items()
     ]
     yield from row_lines(("input", "value", "", "meaning"), inputs)
-    if found.measured:
+    if document.measured:
         yield ""
         yield "measured: one replica, alone"
-        yield from (f"  {one.what}: {_ms(one.step_s)} ms a step" for one in found.measured)
-    if found.checks:
+        yield from (f"  {item.what}: {_ms(item.step_s)} ms a step" for item in document.measured)
+    if document.checks:
         yield ""
         yield "check: each number of replicas predicted from the smaller ones, then measured"
         checks = [
@@ -366,32 +366,32 @@ def scale_lines(found: ScaleDocument, title: str, *, num_servers: int | None = N
                 f"{check.error:+.0%}".replace("%", " %"),
                 "inside" if check.inside else "OUTSIDE",
             )
-            for check in found.checks
+            for check in document.checks
         ]
         yield from row_lines(("replicas", "predicted ms a step", "measured", "error", "interval"), checks)
     yield ""
     yield "predicted, with the interval of nine tenths"
     headings = ["replicas", "ms a step", "samples/s", "speed-up", "efficiency", "most, beside computing"]
     rows = []
-    for one in found.predictions:
-        name, part = Step(one.parts_s).binding
-        speedup = f"{one.speedup.middle:.2f} ({one.speedup.low:.2f} to {one.speedup.high:.2f})"
-        row = [f"{one.replicas:,}", figure(one.step_s * 1000), figure(one.samples_per_s.middle), speedup]
-        row += [share(one.efficiency), f"{name} {share(part)}" if part > 0 else "-"]
-        rows.append([*row, *([] if one.cost_per_million is None else [figure(one.cost_per_million)])])
-    has_cost = found.predictions[0].cost_per_million is not None
+    for item in document.predictions:
+        name, portion = Step(item.parts_s).binding
+        speedup = f"{item.speedup.middle:.2f} ({item.speedup.low:.2f} to {item.speedup.high:.2f})"
+        row = [f"{item.replicas:,}", figure(item.step_s * 1000), figure(item.samples_per_s.middle), speedup]
+        row += [share(item.efficiency), f"{name} {share(portion)}" if portion > 0 else "-"]
+        rows.append([*row, *([] if item.cost_per_million is None else [figure(item.cost_per_million)])])
+    has_cost = document.predictions[0].cost_per_million is not None
     yield from row_lines([*headings, *(["cost of a million samples"] if has_cost else [])], rows)
     yield ""
-    yield from _answer_lines(found, num_servers)
+    yield from _answer_lines(document, num_servers)
 
 
-def _answer_lines(found: ScaleDocument, num_servers: int | None) -> Iterator[str]:
-    target, knee, binds = found.to_replicas, found.knee, found.binds
+def _answer_lines(document: ScaleDocument, num_servers: int | None) -> Iterator[str]:
+    target, knee, binds = document.to_replicas, document.knee, document.binds
     if knee is None or binds is None:
         yield "no verdict: the model did not predict what was measured here. Repeat it on an idle machine."
         return
     around = f" ({knee.low:,.0f} to {knee.high:,.0f})" if knee.high > knee.low else ""
-    if found.use_one_device:
+    if document.use_one_device:
         yield f"use one device{around}: a second replica brings less than half of the first"
     elif knee.middle >= target:
         yield f"the knee lies beyond {target:,} replicas{around}: each brings at least half of the first"
@@ -400,18 +400,18 @@ def _answer_lines(found: ScaleDocument, num_servers: int | None) -> Iterator[str
     if binds.at_replicas > 1:
         yield f"bottleneck at {binds.at_replicas:,} replicas: {binds.what}, {share(binds.share)} of a step"
     if num_servers is not None:
-        yield _servers_line(found.servers_needed, f"{target:,} replicas", num_servers)
-    if found.checkpoint is not None:
-        yield _servers_line(found.servers_needed, f"{target:,} asynchronous replicas", 0)
-        kept, spares = found.checkpoint, found.spares
+        yield _servers_line(document.servers_needed, f"{target:,} replicas", num_servers)
+    if document.checkpoint is not None:
+        yield _servers_line(document.servers_needed, f"{target:,} asynchronous replicas", 0)
+        interval, spares = document.checkpoint, document.spares
         yield f"spares that pay: {spares:,}" if spares else "spares gain nothing: the slowest replica costs less"
-        yield f"write a checkpoint every {duration(kept.every_s)}: checkpoint.every_s={kept.every_s:.0f}"
-        yield f"  {kept.goodput:.4f} of the time is progress, with a failure every {duration(kept.mtbf_s)}"
-    if found.remedies:
+        yield f"write a checkpoint every {duration(interval.every_s)}: checkpoint.every_s={interval.every_s:.0f}"
+        yield f"  {interval.goodput:.4f} of the time is progress, with a failure every {duration(interval.mtbf_s)}"
+    if document.remedies:
         yield "remedies, by the model"
         changes = [
-            (one.name, f"x {one.gain:.2f}", one.key, "another training" if one.other_training else "")
-            for one in found.remedies
+            (remedy.name, f"x {remedy.gain:.2f}", remedy.key, "another training" if remedy.other_training else "")
+            for remedy in document.remedies
         ]
         yield from row_lines(("change", "speed", "by", ""), changes)
 

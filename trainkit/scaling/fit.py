@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from trainkit.scaling.model import Draw, Interval, Link, Workload, predict, predictions
 
-_FACTORS: Final = tuple(3.0 ** (place / 3) for place in range(-7, 8))
+_FACTORS: Final = tuple(3.0 ** (power / 3) for power in range(-7, 8))
 """Factors of the assumed bandwidth and latency: 1/13 to 13."""
 _OVERLAPS: Final = (0.0, 0.15, 0.3, 0.45, 0.6)
 _CROWDS: Final = (1.0, 1.08, 1.17, 1.26, 1.36, 1.47)
@@ -110,16 +110,16 @@ def fit(work: Workload, points: Sequence[Point], *, computing: float = 0.03) -> 
 
         return Fit(work=_changed(work, weights @ grid), draw=draw)
 
-    found, checks = fitted(), []
+    latest, checks = fitted(), []
     for point in ordered:
-        checks.append(_check(found, point))
+        checks.append(_check(latest, point))
         noise = max(_NOISE, math.log(max(point.high_s / point.low_s, 1.0)) / 2)
-        times = np.asarray([predict(one, point.replicas).total_s for one in works])
+        times = np.asarray([predict(candidate, point.replicas).total_s for candidate in works])
         scores = scores - (np.log(times / point.step_s) / noise) ** 2 / 2
-        found = fitted()
+        latest = fitted()
     # The relative error of the model at the measured numbers of replicas, beyond the noise.
-    errors = [math.log(predict(found.work, point.replicas).total_s / point.step_s) for point in ordered]
-    misfit = math.sqrt(math.fsum(max(abs(one) - _NOISE, 0.0) ** 2 for one in errors) / max(len(errors), 1))
+    errors = [math.log(predict(latest.work, point.replicas).total_s / point.step_s) for point in ordered]
+    misfit = math.sqrt(math.fsum(max(abs(error) - _NOISE, 0.0) ** 2 for error in errors) / max(len(errors), 1))
     return replace(fitted(misfit), checks=tuple(checks))
 
 
@@ -132,8 +132,8 @@ def _changed(work: Workload, values: NDArray[np.float64]) -> Workload:
     return replace(work, within=within, overlap=overlap, crowd=math.exp(crowd))
 
 
-def _check(found: Fit, point: Point) -> Check:
-    (predicted,) = predictions(found.work, found.draw, (point.replicas,))
+def _check(fitted: Fit, point: Point) -> Check:
+    (predicted,) = predictions(fitted.work, fitted.draw, (point.replicas,))
     samples, rates = predicted.samples_per_s.middle * predicted.step_s, predicted.samples_per_s
     seconds = Interval(low=samples / rates.high, middle=predicted.step_s, high=samples / rates.low)
     return Check(

@@ -70,11 +70,11 @@ _UNSURE: Final = ("compute_s", "spread", "megabytes", "gbit", "latency_us", "ove
 
 def assumed(inputs: Mapping[str, Input], values: Mapping[Origin, Mapping[str, float]]) -> dict[str, InputValue]:
     """Return every input with the last of its values, by origin; the default without any."""
-    defaults: dict[Origin, Mapping[str, float]] = {"assumed": {name: one.default for name, one in inputs.items()}}
+    defaults: dict[Origin, Mapping[str, float]] = {"assumed": {name: item.default for name, item in inputs.items()}}
     return {
         name: InputValue(value=value, unit=inputs[name].unit or None, origin=origin)
-        for origin, given in {**defaults, **values}.items()
-        for name, value in given.items()
+        for origin, numbers in {**defaults, **values}.items()
+        for name, value in numbers.items()
     }
 
 
@@ -98,7 +98,7 @@ def simulated(inputs: Mapping[str, InputValue]) -> Fit:
             overlap=min(values["overlap"], 1.0),
         )
 
-    values = {name: one.value for name, one in inputs.items()}
+    values = {name: item.value for name, item in inputs.items()}
     unsure = [name for name in _UNSURE if inputs[name].origin == "assumed"]
 
     def draw(rng: np.random.Generator) -> Workload:
@@ -117,7 +117,7 @@ def parse_assumptions(text: str | None, inputs: Mapping[str, Input]) -> dict[str
     Raises:
         ConfigError: every item that is not NAME=NUMBER, with a known name, once, and a number within its limits.
     """
-    found: dict[str, float] = {}
+    values: dict[str, float] = {}
     problems: list[Problem] = []
     for item in [] if text is None else text.split(","):
         name, equals, value = (part.strip() for part in item.partition("="))
@@ -125,19 +125,19 @@ def parse_assumptions(text: str | None, inputs: Mapping[str, Input]) -> dict[str
             rule = f"is not an input here. {nearest(name, inputs)}"
         elif not equals:
             rule = f"needs a value: {name}=NUMBER."
-        elif name in found:
+        elif name in values:
             rule = "is given twice. Give it once."
         else:
-            one = inputs[name]
-            comparison, unit = "above" if one.above else "at least", f" {one.unit}" if one.unit else ""
-            rule = f"must be a number {comparison} {one.low:g}{unit}: {one.means}."
+            spec = inputs[name]
+            comparison, unit = "above" if spec.above else "at least", f" {spec.unit}" if spec.unit else ""
+            rule = f"must be a number {comparison} {spec.low:g}{unit}: {spec.means}."
             try:
                 number = float(value)
             except ValueError:
                 number = math.nan
-            if one.low <= number < math.inf and (number > one.low or not one.above):
-                found[name] = number
+            if spec.low <= number < math.inf and (number > spec.low or not spec.above):
+                values[name] = number
                 continue
         problems.append(Problem(key=item.strip() or "--assume", rule=rule, origin="--assume"))
     refuse(problems)
-    return found
+    return values

@@ -127,7 +127,7 @@ class Step:
     @property
     def binding(self) -> tuple[str, float]:
         """The bottleneck other than computing, and its share of the step."""
-        name = max((one for one in self.parts if one != "compute"), key=self.parts.__getitem__)
+        name = max((part for part in self.parts if part != "compute"), key=self.parts.__getitem__)
         return name, max(self.parts[name], 0.0) / self.total_s
 
 
@@ -268,13 +268,13 @@ def predictions(work: Workload, draw: Draw, counts: Sequence[int], *, base: int 
     """Predict for several numbers of replicas, each with its interval; the speed-up is relative to `base` replicas."""
     rng = np.random.default_rng(seed)
     drawn = [draw(rng) for _ in range(_DRAWS)]
-    ones, slowest = np.asarray([samples_per_s(one, base) for one in drawn]), samples_per_s(work, base)
-    found = []
+    bases, slowest = np.asarray([samples_per_s(sample, base) for sample in drawn]), samples_per_s(work, base)
+    result = []
     for count in counts:
-        rates = np.asarray([samples_per_s(one, count) for one in drawn])
+        rates = np.asarray([samples_per_s(sample, count) for sample in drawn])
         rate, step = samples_per_s(work, count), predict(work, count)
-        speedup = _interval(rates / ones, rate / slowest)
-        found.append(
+        speedup = _interval(rates / bases, rate / slowest)
+        result.append(
             Prediction(
                 replicas=count,
                 step_s=step.total_s,
@@ -284,7 +284,7 @@ def predictions(work: Workload, draw: Draw, counts: Sequence[int], *, base: int 
                 efficiency=speedup.middle / count,
             )
         )
-    return found
+    return result
 
 
 def _interval(values: NDArray[np.float64], middle: float) -> Interval:
