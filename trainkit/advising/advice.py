@@ -39,7 +39,7 @@ _MOST_COUNTS: Final = 3
 @cache
 def _strategies() -> Mapping[str, type[Strategy]]:
     """Return the strategies to try, the simplest first."""
-    return {one.name: one.kind for one in shipped_strategies() if one.kind.spread_over(1) is not None}
+    return {entry.name: entry.kind for entry in shipped_strategies() if entry.kind.spread_over(1) is not None}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,8 +58,8 @@ class Way:
     @property
     def order(self) -> tuple[int, int, bool]:
         """Sort key from the simplest way on: fewer devices, a simpler strategy, the precision of the config."""
-        place = list(_strategies()).index(self.strategy) if self.strategy else 0
-        return self.devices, place, bool(self.precision)
+        rank = list(_strategies()).index(self.strategy) if self.strategy else 0
+        return self.devices, rank, bool(self.precision)
 
 
 Family = tuple[Way, ...]
@@ -85,12 +85,12 @@ def families(*, devices: int, strategy_given: bool, precisions: tuple[str, ...])
             yield (Way(strategy="", devices=0, precision=precision, overrides=added),)
             continue
         counts = _counts(devices) if _strategies()[name].spread_over(1) else [1]
-        found = tuple(
+        ways = tuple(
             Way(strategy=name, devices=count, precision=precision, overrides=(*_on(name, count), *added))
             for count in counts
         )
-        if found:
-            yield found
+        if ways:
+            yield ways
 
 
 def _on(name: str, count: int) -> tuple[str, ...]:
@@ -107,11 +107,11 @@ def _counts(devices: int) -> list[int]:
         ([2, 4, 8], [4, 16, 64], [3, 6], [])
     """
     factor = 2 if devices <= _FEW else 4
-    found: list[int] = []
-    while devices > 1 and len(found) < _MOST_COUNTS:
-        found.insert(0, devices)
+    counts: list[int] = []
+    while devices > 1 and len(counts) < _MOST_COUNTS:
+        counts.insert(0, devices)
         devices //= factor
-    return found
+    return counts
 
 
 Goal = Literal["time", "cost", "memory"]
@@ -229,14 +229,14 @@ def advise(tried: Sequence[Tried], goal: Goal) -> Advice:
         >>> found.best.way.devices, found.reason(found.ranking[1])
         (1, 'as fast within 10%, and on 8 devices')
     """
-    left = [one for one in tried if one.is_legal]
+    legal = [item for item in tried if item.is_legal]
     ranking = []
-    while left:
-        least = min(metric(one, goal) for one in left)
-        chosen = min((one for one in left if metric(one, goal) <= least * NEAR), key=lambda one: one.way.order)
+    while legal:
+        least = min(metric(item, goal) for item in legal)
+        chosen = min((item for item in legal if metric(item, goal) <= least * NEAR), key=lambda item: item.way.order)
         ranking.append(chosen)
-        left = [one for one in left if one is not chosen]
-    return Advice(goal=goal, ranking=tuple(ranking), others=tuple(one for one in tried if not one.is_legal))
+        legal = [item for item in legal if item is not chosen]
+    return Advice(goal=goal, ranking=tuple(ranking), others=tuple(item for item in tried if not item.is_legal))
 
 
 Planned = Callable[[Sequence[str]], Figures]
@@ -279,16 +279,16 @@ def try_family(family: Iterable[Way], attempt: Callable[[Way], Tried], goal: Goa
     devices and `cost` with the fewest, until a way fits. `time` removes devices as long as that does not make a step
     longer.
     """
-    found: list[Tried] = []
+    results: list[Tried] = []
     least = float("inf")
     for way in family if goal == "cost" else reversed(tuple(family)):
-        found.append(one := attempt(way))
-        if one.figures is None or (goal == "cost" and not one.is_legal):
+        results.append(tried := attempt(way))
+        if tried.figures is None or (goal == "cost" and not tried.is_legal):
             continue  # another number of devices may be legal; more devices may hold the run
-        if goal != "time" or not one.is_legal or metric(one, goal) > least * NEAR:
+        if goal != "time" or not tried.is_legal or metric(tried, goal) > least * NEAR:
             break
-        least = min(least, metric(one, goal))
-    return found
+        least = min(least, metric(tried, goal))
+    return results
 
 
 _SMALLER: Final = (2, 8, 32)
@@ -317,8 +317,7 @@ class Planner:
         """Return the ways to try; choices of the user stay."""
         is_full = base.cfg.precision.get("value") in {"fp32", "tf32"} and not base.is_given("precision")
         precisions = ("bf16_mixed",) if is_full and "bf16" in self.hardware.tflops else ()
-        given = base.is_given("strategy")
-        return list(families(devices=self.devices, strategy_given=given, precisions=precisions))
+        return list(families(devices=self.devices, strategy_given=base.is_given("strategy"), precisions=precisions))
 
     def try_way(self, way: Way, base: Composition, goal: Goal) -> Tried:
         """Plan a way; if it does not fit, with overrides that save memory."""
@@ -344,7 +343,7 @@ class Planner:
         plan = plan.resolved(lambda: model)
         outlook = outlook_of(plan, model, ends=self.knows_length or plan.cfg.steps is not None)
         verdict = verdict_of(plan, outlook.memory, self.hardware)
-        found = Figures(
+        result = Figures(
             needs=verdict.needs,
             has=verdict.has,
             fits=verdict.fits,
@@ -353,8 +352,8 @@ class Planner:
             cost_usd=outlook.cost_usd,
         )
         if outlook.traffic is None:
-            return replace(found, step_s=None, unknown="the exchange between its ranks, and therefore its time")
-        return found
+            return replace(result, step_s=None, unknown="the exchange between its ranks, and therefore its time")
+        return result
 
     def _planned(self, overrides: Sequence[str]) -> RunPlan:
         composition = self.compose(overrides)
@@ -379,8 +378,8 @@ class Planner:
         except ConfigError:
             return
         size, evaluated = plan.batch.micro_size, evaluated_samples(plan) if evaluations else 0
-        for one in dict.fromkeys((size, *(max(size // divisor, 1) for divisor in _SMALLER if shards))):
-            fewer = (f"eval.batch_size={one}",) if one < evaluated else ()
-            sizes = (*((f"batch.micro_size={one}",) if one < size else ()), *fewer)
+        for smaller in dict.fromkeys((size, *(max(size // divisor, 1) for divisor in _SMALLER if shards))):
+            fewer = (f"eval.batch_size={smaller}",) if smaller < evaluated else ()
+            sizes = (*((f"batch.micro_size={smaller}",) if smaller < size else ()), *fewer)
             if sizes:
                 yield sizes

@@ -115,8 +115,8 @@ def _answer(composition: Composition, opened: dict[str, Mapping[str, Any]]) -> t
         problem = error.problems[0]
         if isinstance(problem, UnknownKey):
             return None, problem.rule
-        given = isinstance(problem.value, str | int | float)
-        return False, f"`{problem.key}{f'={problem.value}' if given else ''}`: {problem.rule}"
+        shown = isinstance(problem.value, str | int | float)
+        return False, f"`{problem.key}{f'={problem.value}' if shown else ''}`: {problem.rule}"
     return True, None
 
 
@@ -135,15 +135,15 @@ def capabilities(
         beside: feature and strategy -> the arguments that the model needs there.
         packages: packages of the classes that the arguments name.
     """
-    composed = cache(lambda *words: compose([*{key_of(one): one for one in words}.values()], packages=packages))
+    composed = cache(lambda *lines: compose([*{key_of(line): line for line in lines}.values()], packages=packages))
     opened: dict[str, Mapping[str, Any]] = {}
-    for feature, wanted in features.items():
+    for feature, arguments in features.items():
         for name, strategy in strategies.items():
-            text = TEXT if name.endswith("context") and not wanted[0].startswith("recipe=") else ()
-            own = (*text, *wanted, *beside.get((feature, name), "").split())
-            if any(key_of(one).startswith("strategy") for one in own):  # of a choice: they are composed together
-                both = composed(*text, *wanted, *strategy, *own[len(text) + len(wanted) :])
+            text = TEXT if name.endswith("context") and not arguments[0].startswith("recipe=") else ()
+            words = (*text, *arguments, *beside.get((feature, name), "").split())
+            if any(key_of(word).startswith("strategy") for word in words):  # of a choice: they are composed together
+                composition = composed(*text, *arguments, *strategy, *words[len(text) + len(arguments) :])
             else:
-                both = _under(composed(*own), composed(*strategy))
-            supported, reason = _answer(both, opened)
+                composition = _under(composed(*words), composed(*strategy))
+            supported, reason = _answer(composition, opened)
             yield Capability(feature=feature.replace("`", ""), strategy=name, supported=supported, reason=reason)

@@ -68,12 +68,12 @@ class Watched(TypedDict):
 
 def runs_below(root: Path) -> Iterator[Path]:
     """Yield the run folders at or below a folder, without following links."""
-    for looked_at, (place, names, files) in enumerate(os.walk(root), start=1):
-        path = Path(place)
+    for number, (folder, names, files) in enumerate(os.walk(root), start=1):
+        path = Path(folder)
         if "resolved.yaml" in files or FILE in files:
             yield path
             names.clear()
-        elif len(path.relative_to(root).parts) >= _DEEPEST or looked_at >= _MOST_FOLDERS:
+        elif len(path.relative_to(root).parts) >= _DEEPEST or number >= _MOST_FOLDERS:
             names.clear()
         else:
             names[:] = sorted(name for name in names if not name.startswith("."))
@@ -87,17 +87,17 @@ class Board:
     """The watched folder."""
     clock: Callable[[], float] = time.monotonic
     """Seconds, for the interval between two searches for new runs."""
-    _found: list[Path] = field(default_factory=list, init=False, repr=False)
+    _folders: list[Path] = field(default_factory=list, init=False, repr=False)
     _due: float = field(default=-math.inf, init=False, repr=False)
 
     def read(self) -> Watched:
         """Return the current state of every run."""
         if self.clock() >= self._due:
-            self._found = list(runs_below(self.root))
+            self._folders = list(runs_below(self.root))
             self._due = self.clock() + _SEARCH_S
-        newest = sorted(self._found, key=_touched, reverse=True)[:_MOST_RUNS]
+        newest = sorted(self._folders, key=_touched, reverse=True)[:_MOST_RUNS]
         runs = sorted((watched(path, self.root) for path in newest), key=_order)
-        hidden = len(self._found) - len(runs)
+        hidden = len(self._folders) - len(runs)
         return {"version": 1, "root": _plain(str(self.root)), "runs": runs, "not_shown": hidden}
 
 
@@ -108,29 +108,29 @@ def watched(folder: Path, root: Path) -> WatchedRun:
         folder: the run folder.
         root: the folder that its name is relative to.
     """
-    found = read_status(RunFolder(folder))
+    status = read_status(RunFolder(folder))
     row, metrics = _last_rows(folder)
     last_step, remaining, pace = None, None, row.get("seconds", 0.0) / max(1.0, row.get("step", 0.0))
     with suppress(UnreadableError):
         kinds: dict[str, Kind] = {"last_step": (int, type(None)), "stop_after_s": (int, float)}
         end = read_map(folder / FILE, {}, optional=kinds)
         last_step, seconds = end.get("last_step"), end.get("stop_after_s")
-        if found.state == "running" and found.step is not None and pace > 0:
-            left = [] if last_step is None else [(last_step - found.step) * pace]
-            left += [] if seconds is None else [seconds - found.step * pace]
-            remaining = max(0.0, min(left)) if left else None
+        if status.state == "running" and status.step is not None and pace > 0:
+            times = [] if last_step is None else [(last_step - status.step) * pace]
+            times += [] if seconds is None else [seconds - status.step * pace]
+            remaining = max(0.0, min(times)) if times else None
     relative = folder.relative_to(root).as_posix()
     return {
         "folder": _plain(str(folder) if relative == "." else relative),
         "name": _plain(folder.parent.name),
-        "state": found.state,
-        "note": _plain(found.note),
-        "step": found.step,
+        "state": status.state,
+        "note": _plain(status.note),
+        "step": status.step,
         "last_step": last_step,
         "remaining_s": remaining,
-        "samples_per_s": row.get("samples_per_s") if found.is_running else None,
+        "samples_per_s": row.get("samples_per_s") if status.is_running else None,
         "metrics": metrics,
-        "updated": found.updated,
+        "updated": status.updated,
     }
 
 
@@ -151,9 +151,9 @@ def _last_rows(folder: Path) -> tuple[dict[str, float], dict[str, float]]:
 
 def _numbers(line: bytes) -> dict[str, float]:
     with suppress(ValueError):
-        found: Any = parse_json(line)
-        if isinstance(found, dict):
-            numbers = {name: value for name, value in found.items() if type(value) in (int, float)}
+        row: Any = parse_json(line)
+        if isinstance(row, dict):
+            numbers = {name: value for name, value in row.items() if type(value) in (int, float)}
             return {name: float(value) for name, value in numbers.items() if abs(value) < 1e300}
     return {}
 

@@ -19,12 +19,12 @@ _REFRESH_S: Final = 2.0
 _FEW: Final = 3
 
 
-def lines_of(found: Watched) -> list[str]:
+def lines_of(watched: Watched) -> list[str]:
     """Return the runs as plain lines."""
-    if not found["runs"]:
-        return [f"no runs in {found['root']}"]
-    more = [f"  and {found['not_shown']} older ones"] if found["not_shown"] else []
-    return [*row_lines(_HEADER, [_cells(run) for run in found["runs"]]), *more]
+    if not watched["runs"]:
+        return [f"no runs in {watched['root']}"]
+    more = [f"  and {watched['not_shown']} older ones"] if watched["not_shown"] else []
+    return [*row_lines(_HEADER, [_cells(run) for run in watched["runs"]]), *more]
 
 
 def show(console: Console, read: Callable[[], Watched], *, wait: Callable[[float], None] = time.sleep) -> None:
@@ -37,19 +37,19 @@ def show(console: Console, read: Callable[[], Watched], *, wait: Callable[[float
             live.update(_table(read()), refresh=True)
 
 
-def _table(found: Watched) -> RenderableType:
+def _table(watched: Watched) -> RenderableType:
     from rich.table import Table  # noqa: PLC0415 - for a terminal only
     from rich.text import Text  # noqa: PLC0415
 
     table = Table(
-        title=Text(f"{found['root']}: {len(found['runs'])} runs"), title_justify="left", box=None, pad_edge=False
+        title=Text(f"{watched['root']}: {len(watched['runs'])} runs"), title_justify="left", box=None, pad_edge=False
     )
     for name in _HEADER:
         right = name in ("step", "done", "left", "samples/s")
         table.add_column(name, justify="right" if right else "left", overflow="ellipsis", no_wrap=True)
-    for run in found["runs"]:
+    for run in watched["runs"]:
         style = _COLOURS.get(run["state"], "yellow")
-        table.add_row(*(Text(cell, style=style if place == 1 else "") for place, cell in enumerate(_cells(run))))
+        table.add_row(*(Text(cell, style=style if index == 1 else "") for index, cell in enumerate(_cells(run))))
     return table
 
 
