@@ -22,7 +22,7 @@ from torch.utils.data import TensorDataset
 
 import trainkit
 from tests.support.refusing import refused
-from trainkit.api.calls import Given, TrainingResult, composed, module_of, source_of
+from trainkit.api.calls import Objects, TrainingResult, composed, module_of, source_of
 from trainkit.cli import main
 from trainkit.config.door import advice, called_from
 from trainkit.errors import ConfigError

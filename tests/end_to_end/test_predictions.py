@@ -12,7 +12,7 @@ import pytest
 
 import trainkit
 from tests.support import quick
-from trainkit.api.jobs import AskedJob, predict_to_file
+from trainkit.api.jobs import JobArguments, predict_to_file
 
 ROOT = Path(__file__).parents[2]
 CASES = ((1, 3), (1_797, 2), (100_003, 3))
@@ -22,13 +22,13 @@ ROWS = ("data._target_=tests.trained.samples.Rows",)
 MEMORY = """
 import resource, sys
 from pathlib import Path
-from trainkit.api.jobs import AskedJob, predict_to_file
+from trainkit.api.jobs import JobArguments, predict_to_file
 from trainkit.config.targets.allowed import allow_packages
 
 with allow_packages(["tests"]):
     rows = ["data._target_=tests.trained.samples.Rows", f"data.num_rows={sys.argv[2]}"]
     overrides = [*rows, "predict.batch_size=256", "predict.outputs=classes"]
-    asked = AskedJob(path=Path(sys.argv[1]), overrides=overrides, packages=["tests"])
+    asked = JobArguments(path=Path(sys.argv[1]), overrides=overrides, packages=["tests"])
     predict_to_file(asked, out=Path(sys.argv[3]))
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
 """
@@ -63,7 +63,7 @@ def test_a_prediction_killed_again_and_again_has_every_id_in_order_and_the_same_
     run: Path, tmp_path: Path, length: int, ranks: int
 ) -> None:
     rows = f"data.num_rows={length}"
-    predict_to_file(AskedJob(path=run, overrides=[*ROWS, rows], packages=["tests"]), out=tmp_path / "whole.npy")
+    predict_to_file(JobArguments(path=run, overrides=[*ROWS, rows], packages=["tests"]), out=tmp_path / "whole.npy")
     strategy = ["strategy=mirrored", f"strategy.replicas={ranks}"] if ranks > 1 else []
     out, kills = tmp_path / "out.npy", 0
     while kills < KILLS and start(run, out, rows, *strategy, fail=failpoint(length, kills % ranks)):

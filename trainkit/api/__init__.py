@@ -102,18 +102,18 @@ def train(
     from trainkit.config.check import checked  # noqa: PLC0415 - imports the targets, and torch with them
     from trainkit.run.runner import train_composition  # noqa: PLC0415 - imports torch
 
-    objects = {"model": model, "data": data, "objective": objective, "optimizer": optimizer}
+    values = {"model": model, "data": data, "objective": objective, "optimizer": optimizer}
     folder = calls.run_folder(run_dir)
-    composition, given = calls.composed(
-        run, objects, keys, write_source=write_source, config_dirs=config_dirs, packages=packages
+    composition, objects = calls.composed(
+        run, values, keys, write_source=write_source, config_dirs=config_dirs, packages=packages
     )
     if composition.is_sweep:
-        raise ConfigError([_several(composition)])
-    with calls.registered(given), allow_packages(composition.packages), with_config_dirs(composition.config_dirs):
+        raise ConfigError([_sweep_problem(composition)])
+    with calls.registered(objects), allow_packages(composition.packages), with_config_dirs(composition.config_dirs):
         composition = checked(composition)
-        calls.refuse_several(given, composition.cfg, launch_environment_of(composition.cfg))
-        result = train_composition(composition, run_dir=folder, kept_in=given.kept_in, choose_workers=choose_workers)
-        return calls.TrainingResult(result, given=given, packages=composition.packages)
+        calls.refuse_processes(objects, composition.cfg, launch_environment_of(composition.cfg))
+        result = train_composition(composition, run_dir=folder, kept_in=objects.kept_in, choose_workers=choose_workers)
+        return calls.TrainingResult(result, objects=objects, packages=composition.packages)
 
 
 @called_from("python")
@@ -168,19 +168,19 @@ def session(
     if loss is not None and objective is not None:
         raise ConfigError([Problem(key="objective", rule="is given together with loss. Give one of the two.")])
     objective = objective if loss is None else FunctionLoss(loss, terms)
-    objects = {"model": model, "data": data, "objective": objective, "optimizer": optimizer}
+    values = {"model": model, "data": data, "objective": objective, "optimizer": optimizer}
     folder = calls.run_folder(run_dir)
-    composition, given = calls.composed(run, objects, keys, config_dirs=config_dirs, packages=packages)
+    composition, objects = calls.composed(run, values, keys, config_dirs=config_dirs, packages=packages)
     rule = "is for the command line: a session runs no Hydra job."
     hydra = {key_of(item) for item in composition.hydra_overrides} - {"hydra.run.dir"}
     problems = [Problem(key=key, rule=rule) for key in sorted(hydra)]
     if composition.is_sweep:
         problems.append(Problem(key="cv.folds", rule="starts a run per fold. For one fold, give cv.fold=0."))
     refuse(problems)
-    with calls.registered(given), allow_packages(composition.packages), with_config_dirs(composition.config_dirs):
+    with calls.registered(objects), allow_packages(composition.packages), with_config_dirs(composition.config_dirs):
         composition = checked(composition)
         launch = launch_environment_of(composition.cfg)
-    return own_loop.Session(composition, given=given, launch=launch, run_dir=folder, terms=terms)
+    return own_loop.Session(composition, objects=objects, launch=launch, run_dir=folder, terms=terms)
 
 
 def choose_workers(plan: RunPlan) -> tuple[int, str]:
@@ -255,14 +255,14 @@ def generate(
     from trainkit.trained.generate import Writer  # noqa: PLC0415 - imports torch
 
     settings = {"max_tokens": max_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
-    given = {name: value for name, value in settings.items() if value is not None}
-    refuse([Problem(key=name, value=given[name], rule=rule) for name, rule in broken_settings(given)])
+    chosen = {name: value for name, value in settings.items() if value is not None}
+    refuse([Problem(key=name, value=chosen[name], rule=rule) for name, rule in broken_settings(chosen)])
     writer = Writer.of(Path(run).expanduser(), checkpoint=checkpoint, packages=packages)
-    sampling = Sampling(temperature=temperature_of(given), top_k=top_k, top_p=top_p)
+    sampling = Sampling(temperature=temperature_of(chosen), top_k=top_k, top_p=top_p)
     return writer.write(prompts, sampling=sampling, max_tokens=max_tokens, seed=seed or 0)
 
 
-def _several(composition: Composition) -> Problem:
+def _sweep_problem(composition: Composition) -> Problem:
     """Return the problem of a composition that `train` cannot run in-process: a sweep, or one for a Hydra launcher."""
     if composition.asks_for_folds:
         rule = "starts a run per fold, which only `trainkit cv.folds=...` does. For one fold, give cv.fold=0."

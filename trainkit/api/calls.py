@@ -78,21 +78,21 @@ def source_of(definitions: Mapping[str, Definition]) -> str:
         True
     """
     imports, bodies = dict[str, None](), dict[str, str]()  # name -> its definition, after those that it names
-    problems, seen = list[Problem](), set[str]()
+    problems, visited = list[Problem](), set[str]()
 
     def add(key: str, item: Definition) -> None:
         """Add a class or function, and, before it, the definitions that its source names."""
         name = item.__name__
-        if name in seen:
+        if name in visited:
             return
-        seen.add(name)
-        found = _definition(item)
-        if found is None:
+        visited.add(name)
+        definition = _definition(item)
+        if definition is None:
             rule = f"the source of {item.__qualname__} is not known. Define it at the top level of a cell or a module."
             problems.append(Problem(key=key, rule=rule))
             return
-        text, node, namespace = found
-        for used in dict.fromkeys(one.id for one in ast.walk(node) if isinstance(one, ast.Name)):
+        text, node, namespace = definition
+        for used in dict.fromkeys(part.id for part in ast.walk(node) if isinstance(part, ast.Name)):
             if used in namespace and used != name:
                 add_global(key, name, used, namespace[used])
         bodies[name] = f"\n{text}"
@@ -122,11 +122,11 @@ def _definition(item: Definition) -> tuple[str, ast.AST, Mapping[str, Any]] | No
     """Return the source of a class or function, its syntax tree, and the namespace of its module."""
     values: Iterable[Any] = vars(item).values() if isinstance(item, type) else [item]
     functions = [inspect.unwrap(value) for value in values if callable(value)]
-    own = [one for one in functions if isinstance(one, FunctionType) and one.__module__ == item.__module__]
-    if not own or "<" in item.__qualname__:
+    local = [func for func in functions if isinstance(func, FunctionType) and func.__module__ == item.__module__]
+    if not local or "<" in item.__qualname__:
         return None
     # inspect does not find the class of a notebook's cell; the file of its methods is the cell.
-    text = "".join(linecache.getlines(own[0].__code__.co_filename))
+    text = "".join(linecache.getlines(local[0].__code__.co_filename))
     try:
         tree = ast.parse(text)
     except SyntaxError:  # the cell has magics: the lines of a function are still known
@@ -137,11 +137,11 @@ def _definition(item: Definition) -> tuple[str, ast.AST, Mapping[str, Any]] | No
         return None
     node = nodes[-1]
     first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-    return "\n".join(text.splitlines()[first - 1 : node.end_lineno]), node, own[0].__globals__
+    return "\n".join(text.splitlines()[first - 1 : node.end_lineno]), node, local[0].__globals__
 
 
 @dataclass(kw_only=True)
-class Given:
+class Objects:
     """The Python objects of a call of `trainkit.train`, as nodes of a config."""
 
     nodes: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -207,11 +207,11 @@ class Given:
             rule = "its settings must be numbers, texts, lists and mappings to be written into the run's folder."
             raise ConfigError([Problem(key=group, rule=rule) for group in odd])
         self.source = source_of({group: item for group, (item, _) in self.unnamed.items()})
-        written = module_of(self.source)
+        module = module_of(self.source)
         for group, (item, settings) in self.unnamed.items():
-            self.nodes[group] = {TARGET: f"{written.__name__}.{item.__name__}", **settings}
-        self.packages.append(written.__name__)
-        self.written = written
+            self.nodes[group] = {TARGET: f"{module.__name__}.{item.__name__}", **settings}
+        self.packages.append(module.__name__)
+        self.written = module
         self.unnamed.clear()
 
     @contextmanager
@@ -249,8 +249,8 @@ class Given:
         if len(value.param_groups) > 1:
             rule = "has several groups of parameters. Give its class and optimizer.groups instead."
             return [Problem(key="optimizer", rule=rule)]
-        known = signature_of(type(value)).keys
-        settings = {key: setting for key, setting in value.defaults.items() if key in known}
+        parameters = signature_of(type(value)).keys
+        settings = {key: setting for key, setting in value.defaults.items() if key in parameters}
         return self._add_factory("optimizer", type(value), _plain(settings))
 
     def _add_data(self, value: object) -> list[Problem]:
@@ -268,8 +268,8 @@ class Given:
         return []
 
     def _register(self, group: str, make: Callable[..., Any], *, splits: Any = None) -> None:
-        def target(**given: Any) -> Any:
-            return make(**given)
+        def target(**arguments: Any) -> Any:
+            return make(**arguments)
 
         if group == "data":
             target = _data_target(make, splits)
@@ -279,22 +279,22 @@ class Given:
 
 
 @contextmanager
-def registered(given: Given) -> Iterator[None]:
+def registered(objects: Objects) -> Iterator[None]:
     """Let this process import the objects of a call while the block runs."""
-    modules = {IN_PROCESS: given.module} if given.in_process else {}
-    if given.written is not None:
-        modules[given.written.__name__] = given.written
+    modules = {IN_PROCESS: objects.module} if objects.in_process else {}
+    if objects.written is not None:
+        modules[objects.written.__name__] = objects.written
     before = {name: sys.modules.get(name) for name in modules}
     sys.modules.update(modules)
     try:
         yield
     except ConfigError as error:  # the problem of a given object gets the key of its group: nobody wrote a `_target_`
-        ours = [isinstance(one.value, str) and root_of(one.value) == IN_PROCESS for one in error.problems]
-        if not any(ours):
+        local = [isinstance(item.value, str) and root_of(item.value) == IN_PROCESS for item in error.problems]
+        if not any(local):
             raise
         raise ConfigError(
-            Problem(key=one.key.removesuffix(f".{TARGET}"), rule=one.rule) if own else one
-            for one, own in zip(error.problems, ours, strict=True)
+            Problem(key=item.key.removesuffix(f".{TARGET}"), rule=item.rule) if is_local else item
+            for item, is_local in zip(error.problems, local, strict=True)
         ) from error
     finally:
         for name, module in before.items():
@@ -309,7 +309,7 @@ _KINDS: Final[Mapping[str, tuple[type, ...]]] = {
     "objective": (Objective,),
     "optimizer": (torch.optim.Optimizer,),
 }
-_WANTED: Final[Mapping[str, str]] = {
+_ACCEPTED: Final[Mapping[str, str]] = {
     "model": "a torch.nn.Module, a class or function that makes one, or the name of a choice, such as mlp",
     "data": "a dataset, such as TensorDataset(x, y), a pair (training, validation), a mapping from split to dataset "
     "that has train, a class or function that makes one, or the name of a choice, such as digits",
@@ -322,14 +322,14 @@ _WANTED: Final[Mapping[str, str]] = {
 
 def _misfit(group: str, value: object) -> Problem:
     name = value.__qualname__ if isinstance(value, type) else type(value).__qualname__
-    return Problem(key=group, rule=f"is given as {name}. It must be {_WANTED[group]}.")
+    return Problem(key=group, rule=f"is given as {name}. It must be {_ACCEPTED[group]}.")
 
 
 def _unwrapped(value: object) -> tuple[Definition | None, dict[str, Any]]:
     """Return the class or function in a value and its settings by name; None for an instance."""
-    if isinstance(value, partial) and (named := _by_name(value)) is not None:
+    if isinstance(value, partial) and (positional := _by_name(value)) is not None:
         factory, settings = _unwrapped(value.func)
-        return factory, {**settings, **_plain({**named, **value.keywords})}
+        return factory, {**settings, **_plain({**positional, **value.keywords})}
     is_factory = isinstance(value, type) or (callable(value) and hasattr(value, "__code__"))
     return (value, {}) if is_factory and callable(value) else (None, {})
 
@@ -340,12 +340,12 @@ def _by_name(value: partial[Any]) -> dict[str, Any] | None:
         return {}
     try:
         signature = inspect.signature(value.func)
-        named = signature.bind_partial(*value.args).arguments
+        arguments = signature.bind_partial(*value.args).arguments
     except (TypeError, ValueError):
         return None
     can_be_named = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    fits = all(signature.parameters[name].kind is can_be_named and name not in value.keywords for name in named)
-    return named if fits else None
+    fits = all(signature.parameters[name].kind is can_be_named and name not in value.keywords for name in arguments)
+    return arguments if fits else None
 
 
 def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -402,18 +402,18 @@ _GROUPS: Final = "optimizer.groups"
 
 def composed(
     run: Composition | RunConfig | Sequence[str],
-    objects: Mapping[str, object],
+    values: Mapping[str, object],
     keys: Mapping[str, Any],
     *,
     write_source: bool = False,
     config_dirs: Sequence[str | Path] = (),
     packages: Sequence[str] = (),
-) -> tuple[Composition, Given]:
+) -> tuple[Composition, Objects]:
     """Return the composition of a call, and the objects that it was given.
 
     Args:
         run: arguments, a composition, or a config made by hand.
-        objects: group -> name, class, function, instance, keys of its choice, or None.
+        values: group -> name, class, function, instance, keys of its choice, or None.
         keys: keys and choices by name.
         write_source: whether the source of classes of this session is to be written into the run's folder.
         config_dirs: the user's config folders.
@@ -422,17 +422,17 @@ def composed(
     Raises:
         ConfigError: every problem found.
     """
-    given = Given()
+    objects = Objects()
     # a mapping holds keys of the group's choice; for data, datasets by split
-    settings = {group: value for group, value in objects.items() if group != "data" and isinstance(value, Mapping)}
-    objects, keys = {**objects, **dict.fromkeys(settings)}, {**keys, **settings}
-    problems = [problem for group, value in objects.items() if value is not None for problem in given.add(group, value)]
-    problems += _part_of_model(objects["model"], objects["optimizer"])
+    settings = {group: value for group, value in values.items() if group != "data" and isinstance(value, Mapping)}
+    values, keys = {**values, **dict.fromkeys(settings)}, {**keys, **settings}
+    problems = [item for group, value in values.items() if value is not None for item in objects.add(group, value)]
+    problems += _part_of_model(values["model"], values["optimizer"])
     refuse(problems)
     if write_source:
-        given.write_source()
+        objects.write_source()
     refuse([*_odd_values(keys)])
-    arguments = [*(setting(group, name) for group, name in given.choices.items()), *_arguments(keys)]
+    arguments = [*(setting(group, name) for group, name in objects.choices.items()), *_arguments(keys)]
     if isinstance(run, RunConfig):
         run, packages = _by_hand(run, packages), ()
     if isinstance(run, Composition):
@@ -443,15 +443,15 @@ def composed(
             raise ConfigError([Problem(key=key, rule=rule) for key in beside])
         composition = run
     else:
-        own = any(group in given.nodes for group in ("model", "data"))
-        named = any(key_of(argument) == "recipe" for argument in (*run, *arguments))
-        recipe = ["recipe=null"] if own and not named else []
+        has_object = any(group in objects.nodes for group in ("model", "data"))
+        has_recipe = any(key_of(argument) == "recipe" for argument in (*run, *arguments))
+        recipe = ["recipe=null"] if has_object and not has_recipe else []
         composition = compose_run([*recipe, *run, *arguments], config_dirs=config_dirs, packages=packages)
-    composition, found = fitted(composition, check_names)
-    problems = [*_beside(given, composition.given_keys), *_without_rate(given), *found]
+    composition, others = fitted(composition, check_names)
+    problems = [*_beside(objects, composition.given_keys), *_without_rate(objects), *others]
     refuse(problems)
-    trusted = dict.fromkeys((*composition.packages, *given.packages, *([IN_PROCESS] if given.in_process else [])))
-    return replace(_with_nodes(composition, given.nodes), packages=tuple(trusted)), given
+    trusted = dict.fromkeys((*composition.packages, *objects.packages, *([IN_PROCESS] if objects.in_process else [])))
+    return replace(_with_nodes(composition, objects.nodes), packages=tuple(trusted)), objects
 
 
 def _by_hand(cfg: RunConfig, packages: Sequence[str]) -> Composition:
@@ -488,32 +488,31 @@ def _with_nodes(composition: Composition, nodes: Mapping[str, dict[str, Any]]) -
     if "optimizer" in nodes:
         keys = [key for key in composition.given_keys if key.startswith(_GROUPS)]
         names = {path_of(key)[2] for key in keys if key != _GROUPS}
-        known = composition.values["optimizer"].get("groups") or {}
-        if groups := {name: group for name, group in known.items() if name in names or _GROUPS in keys}:
+        base_groups = composition.values["optimizer"].get("groups") or {}
+        if groups := {name: group for name, group in base_groups.items() if name in names or _GROUPS in keys}:
             values["optimizer"] = {**nodes["optimizer"], "groups": groups}
-            more = composition.origins.items()
-            origins |= {path: origin for path, origin in more if dotted(path).startswith(_GROUPS)}
+            origins |= {key: item for key, item in composition.origins.items() if dotted(key).startswith(_GROUPS)}
     return replace(composition, values=values, origins=origins)
 
 
-def refuse_several(given: Given, cfg: RunConfig, launch: LaunchEnvironment | None) -> None:
+def refuse_processes(objects: Objects, cfg: RunConfig, launch: LaunchEnvironment | None) -> None:
     """Refuse objects of this process where a run has several processes, or runs in another process.
 
     Raises:
         ConfigError: each group that is given as such an object.
     """
-    if not given.in_process:
+    if not objects.in_process:
         return
     plan = make_plan(cfg, launch=launch)
     if len(plan.tasks) == 1 and plan.backend is None:
         return
-    several = f"the strategy starts {len(plan.tasks)} processes, and each builds it itself."
-    named = "Give a class or function that can be imported by name, or functools.partial of it"
-    rules = dict.fromkeys(given.instances, f"is an object of this process; {several} {named}.")
+    reason = f"the strategy starts {len(plan.tasks)} processes, and each builds it itself."
+    remedy = "Give a class or function that can be imported by name, or functools.partial of it"
+    rules = dict.fromkeys(objects.instances, f"is an object of this process; {reason} {remedy}.")
     rules |= {
-        group: f"{item.__qualname__} is defined in this session; {several} {named}, or write_source=True, which writes "
+        group: f"{item.__qualname__} is defined in this session; {reason} {remedy}, or write_source=True, which writes "
         "its source into the run's folder."
-        for group, (item, _) in given.unnamed.items()
+        for group, (item, _) in objects.unnamed.items()
     }
     raise ConfigError([Problem(key=group, rule=rule) for group, rule in rules.items()])
 
@@ -522,27 +521,27 @@ def _part_of_model(model: object, optimizer: object) -> Iterator[Problem]:
     """Yield the problem of an optimizer that updates other parameters than those of the given model."""
     if not isinstance(model, nn.Module) or not isinstance(optimizer, torch.optim.Optimizer):
         return
-    wanted = {id(param) for param in model.parameters() if param.requires_grad}
-    held = {id(param) for group in optimizer.param_groups for param in group["params"]}
-    if not wanted <= held:
-        rule = f"updates {len(wanted & held)} of the {len(wanted)} parameters of the given model that are trained."
+    trained = {id(param) for param in model.parameters() if param.requires_grad}
+    updated = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    if not trained <= updated:
+        rule = f"updates {len(trained & updated)} of the {len(trained)} parameters of the given model that are trained."
         yield Problem(key="optimizer", rule=f"{rule} Freeze the others (requires_grad=False), or give its class.")
 
 
-def _without_rate(given: Given) -> Iterator[Problem]:
+def _without_rate(objects: Objects) -> Iterator[Problem]:
     """Yield the problem of an optimizer class that was given without its learning rate."""
-    node = given.nodes.get("optimizer")
+    node = objects.nodes.get("optimizer")
     if node is not None and "lr" not in node:
         name = node[TARGET].rpartition(".")[2]
         rule = f"is given without lr, the base learning rate. Give functools.partial({name}, lr=VALUE)."
         yield Problem(key="optimizer", rule=rule)
 
 
-def _beside(given: Given, keys: Sequence[str]) -> Iterator[Problem]:
+def _beside(objects: Objects, keys: Sequence[str]) -> Iterator[Problem]:
     """Yield the keys of a choice that an object replaces."""
     for key in keys:
         group = key.partition(".")[0]
-        if group in given.nodes and not key.startswith(_GROUPS):
+        if group in objects.nodes and not key.startswith(_GROUPS):
             yield Problem(key=key, rule=f"has no effect: {group} is given as an object.")
 
 
@@ -582,9 +581,11 @@ class TrainingResult(dict[str, Any]):
         0.5
     """
 
-    def __init__(self, content: Mapping[str, Any], *, given: Given | None = None, packages: Sequence[str] = ()) -> None:
+    def __init__(
+        self, content: Mapping[str, Any], *, objects: Objects | None = None, packages: Sequence[str] = ()
+    ) -> None:
         super().__init__(content)
-        self._given = given or Given()
+        self._objects = objects or Objects()
         self._packages = packages
 
     def __reduce__(self) -> tuple[type[TrainingResult], tuple[dict[str, Any]]]:
@@ -616,7 +617,7 @@ class TrainingResult(dict[str, Any]):
             CheckpointError: there is no such checkpoint.
         """
         which = checkpoint or ("last" if self.best is None else "best")
-        with registered(self._given):
+        with registered(self._objects):
             return load_model(self.folder, checkpoint=which, packages=self._packages)
 
     def _repr_html_(self) -> str:

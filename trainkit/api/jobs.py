@@ -38,7 +38,7 @@ from trainkit.trained.model import Trained, find_trained
 from trainkit.trained.predict import NO_SPACE, Chunks, Parts, check_format, files_of, ids_of, write_rows
 from trainkit.trainer.ownership import locked, new_folder
 
-_OWN: Final[Mapping[Verb, str]] = {"evaluate": "eval.batch_size", "predict": "predict"}
+_VERB_KEYS: Final[Mapping[Verb, str]] = {"evaluate": "eval.batch_size", "predict": "predict"}
 """Keys that only one of the verbs uses."""
 _KEYS: Final = ("data", "objective", "strategy", "precision", "loader", "compile", "cv", "supervisor")
 """The groups and sections that have an effect on a job."""
@@ -58,7 +58,7 @@ _MAX_MANIFEST: Final = 64 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class AskedJob:
+class JobArguments:
     """A trained model, and how it is to be used."""
 
     path: Path
@@ -77,23 +77,23 @@ class AskedJob:
     """Logs lines of progress."""
 
 
-def _prepared(asked: AskedJob, verb: Verb) -> tuple[Trained, Job]:
+def _prepared(arguments: JobArguments, verb: Verb) -> tuple[Trained, Job]:
     """Find the model, and prepare its job: on one device, unless the command names a strategy.
 
     Raises:
         ConfigError: there is no model, a key has no effect on the job, or does not fit.
     """
-    trained, overrides = find_trained(asked.path, asked.checkpoint), asked.overrides
+    trained, overrides = find_trained(arguments.path, arguments.checkpoint), arguments.overrides
 
     def is_own(key: str) -> bool:
-        return key == _OWN[verb] or key.startswith(f"{_OWN[verb]}.")
+        return key == _VERB_KEYS[verb] or key.startswith(f"{_VERB_KEYS[verb]}.")
 
     keys = {key_of(line): key_of(line).partition(".")[0] for line in overrides}
     allowed = (*_KEYS, *(() if trained.run is not None else ("recipe",)))
     reasons = {"model": "the model is the trained one.", "cluster": "it runs on this machine."}
-    taken = f"it takes {', '.join(_KEYS)} and their keys."
+    hint = f"it takes {', '.join(_KEYS)} and their keys."
     rules = {
-        key: f"has no effect on {verb}: {reasons.get(group, taken)}"
+        key: f"has no effect on {verb}: {reasons.get(group, hint)}"
         for key, group in keys.items()
         if group not in allowed and not is_own(key)
     }
@@ -102,14 +102,14 @@ def _prepared(asked: AskedJob, verb: Verb) -> tuple[Trained, Job]:
         rule = f"the run of {trained.path} is not known. Give its data and objective: data=... objective=..., or "
         problems.append(Problem(key="data", rule=f"{rule}recipe=NAME."))
     refuse(problems)
-    searched: dict[str, Any] = {"config_dirs": asked.config_dirs, "packages": asked.packages}
+    searched: dict[str, Any] = {"config_dirs": arguments.config_dirs, "packages": arguments.packages}
     if trained.run is None:
         composition = compose([*([] if "recipe" in keys else ["recipe=null"]), *overrides], **searched)
     else:
         composition = compose_resumed(trained.run, overrides, **searched)
     composition = _of_job(composition, keys)
     of_training = "has no effect on a training"
-    problems = [one for one in check_names(composition) if not (is_own(one.key) and of_training in one.rule)]
+    problems = [item for item in check_names(composition) if not (is_own(item.key) and of_training in item.rule)]
     refuse(problems or check_values(composition))
     cfg = composition.cfg
     try:
@@ -117,7 +117,7 @@ def _prepared(asked: AskedJob, verb: Verb) -> tuple[Trained, Job]:
     except ConfigError as error:
         raise composition.with_origins(error) from error
     return trained, prepare(
-        cfg, JobRequest(verb=verb, split=split_of(cfg, asked.split), weights=str(trained.description.absolute()))
+        cfg, JobRequest(verb=verb, split=split_of(cfg, arguments.split), weights=str(trained.description.absolute()))
     )
 
 
@@ -126,8 +126,8 @@ def _of_job(composition: Composition, keys: Mapping[str, str]) -> Composition:
     values = dict(composition.values)
     for group in ("data", "objective"):
         if f"{group}.{TARGET}" in keys:  # the keys that the run gave to another class
-            own = {name for name in values[group] if composition.origin((group, name)).level is Level.command_line}
-            values[group] = {name: value for name, value in values[group].items() if name in own}
+            names = {name for name in values[group] if composition.origin((group, name)).level is Level.command_line}
+            values[group] = {name: value for name, value in values[group].items() if name in names}
     values |= {"resume": None, "init_from": None}
     values |= {group: {} for group in ("callbacks", "logger", "cluster", "optimizers")}
     if "strategy" not in keys.values():
@@ -144,7 +144,7 @@ class Evaluated:
     """Content of evaluation.json."""
 
 
-def evaluate(asked: AskedJob) -> Evaluated:
+def evaluate(arguments: JobArguments) -> Evaluated:
     """Evaluate a trained model on a split, each sample once, and write the results into `evaluations/NAME`.
 
     Raises:
@@ -152,12 +152,12 @@ def evaluate(asked: AskedJob) -> Evaluated:
         CheckpointError: the weights are damaged, or those of another model.
         DataError: the dataset is absent, damaged or empty.
     """
-    trained, job = _prepared(asked, "evaluate")
+    trained, job = _prepared(arguments, "evaluate")
     root = trained.folder / FOLDER
     with reporting(trained.folder), _draft(root) as draft:
         processes = draft / "processes"
         processes.mkdir()
-        content = _content(trained, job, run_job(job, processes, log=asked.log))
+        content = _content(trained, job, run_job(job, processes, log=arguments.log))
         write_json_atomically(draft / "evaluation.json", content)
         write_atomically(draft / "report.md", "\n".join([*_report(job, content, draft), ""]))
         shutil.rmtree(processes)
@@ -174,11 +174,11 @@ def _draft(root: Path) -> Iterator[Path]:
     Drafts that killed evaluations have left are deleted first.
     """
     root.mkdir(exist_ok=True)
-    for left in root.glob(f"{_DRAFT}*"):
+    for stale in root.glob(f"{_DRAFT}*"):
         with suppress(ConfigError, UnreadableError, OSError):  # another process works in it
-            if time.time() - left.lstat().st_mtime > _STALE_S:
-                with locked(left / _LOCK):
-                    shutil.rmtree(left)
+            if time.time() - stale.lstat().st_mtime > _STALE_S:
+                with locked(stale / _LOCK):
+                    shutil.rmtree(stale)
     draft = root / f"{_DRAFT}{os.getpid()}_{time.time_ns()}"
     try:
         draft.mkdir(parents=True)  # another evaluation may have deleted the empty folder above
@@ -226,20 +226,19 @@ def _report(job: Job, content: Mapping[str, Any], folder: Path) -> Iterator[str]
         yield Table(columns=tuple(table["columns"]), rows=rows).markdown()
         if name != f"{content['split']}/{WORST}":
             continue
-        places = [int(row[0]) for row in table["rows"]]
-        worst = inputs_at(job.dataset, places, getattr(job.parts.objective, "input", None))
+        indices = [int(row[0]) for row in table["rows"]]
+        worst = inputs_at(job.dataset, indices, getattr(job.parts.objective, "input", None))
         images = images_of(worst)
-        if images and len({one.shape for one in images}) == 1:
+        if images and len({image.shape for image in images}) == 1:
             write_png(folder / "worst.png", grid(np.stack(images)))
             yield from ("", "In the order of the table, eight in a row:", "", "![worst](worst.png)")
         decode = getattr(job.dataset, "decode", None)
-        for place, sample in zip(places, worst, strict=True):
+        for index, sample in zip(indices, worst, strict=True):
             text = sample if isinstance(sample, str) else None
             if callable(decode) and isinstance(sample, Tensor) and not sample.is_floating_point() and sample.dim() == 1:
                 text = str(decode(sample.tolist()))
             if text is not None:
-                shown = text[:_LONGEST].replace("```", "'''")
-                yield from ("", f"Sample {place}:", "", "```text", shown, "```")
+                yield from ("", f"Sample {index}:", "", "```text", text[:_LONGEST].replace("```", "'''"), "```")
     yield from ("", *(f"note: {note}" for note in content["notes"]))
 
 
@@ -257,13 +256,13 @@ class Predicted:
     """Rows of the file that hold NaN or infinity."""
 
 
-def predict_to_file(asked: AskedJob, *, out: Path, overwrite: bool = False) -> Predicted:
+def predict_to_file(arguments: JobArguments, *, out: Path, overwrite: bool = False) -> Predicted:
     """Predict every sample of a split, in its order, exactly once, into a file.
 
     An interrupted prediction leaves `OUT.parts`, and the same call continues it to the same bytes.
 
     Args:
-        asked: the model, and the split.
+        arguments: the model, and the split.
         out: the file; its ending gives the format.
         overwrite: whether to replace an existing file, and to drop the parts of another prediction.
 
@@ -273,15 +272,15 @@ def predict_to_file(asked: AskedJob, *, out: Path, overwrite: bool = False) -> P
         DataError: the dataset is absent, damaged or empty, or samples have outputs of several shapes.
     """
     check_format(out)
-    found = [] if out.parent.is_dir() else [(out, "its folder does not exist.")]
+    refused = [] if out.parent.is_dir() else [(out, "its folder does not exist.")]
     for file in filter(os.path.lexists, files_of(out)):
         if not overwrite:
-            found.append((file, "exists already. Give another name, or --overwrite."))
+            refused.append((file, "exists already. Give another name, or --overwrite."))
         elif file.is_dir() and not file.is_symlink():
-            found.append((file, "is a folder. Give another name."))
-    if found:
-        raise ConfigError(_of_out(file, rule) for file, rule in found)
-    (trained, job), log = _prepared(asked, "predict"), asked.log
+            refused.append((file, "is a folder. Give another name."))
+    if refused:
+        raise ConfigError(_of_out(file, rule) for file, rule in refused)
+    (trained, job), log = _prepared(arguments, "predict"), arguments.log
     folder, chunks, nonfinite = out.with_name(f"{out.name}.parts"), job.chunks, 0
     for note in remarks([job.dataset], job.parts.hooks):
         log(f"note: {note}")
@@ -351,19 +350,19 @@ def _parts_folder(folder: Path, identity: Mapping[str, Any], *, overwrite: bool)
         folder.mkdir()
         write_json_atomically(folder / _RECORD, identity)
     try:
-        known = read_map(folder / _RECORD, {"version": int, "weights": str})
+        record = read_map(folder / _RECORD, {"version": int, "weights": str})
     except UnreadableError:
         rule = "exists and was not written by a prediction. Rename it, or give another file."
         raise ConfigError([_of_out(folder, rule)]) from None
     with locked(folder / _LOCK):
-        differing = [key for key, value in identity.items() if known.get(key) != value]
+        differing = [key for key, value in identity.items() if record.get(key) != value]
         if differing and not overwrite:
-            there, here = known.get(differing[0]), identity[differing[0]]
-            short = isinstance(there, int | str) and len(str(there)) < 40
-            both = f", {there} there and {here} here" if short else ""
+            old, new = record.get(differing[0]), identity[differing[0]]
+            short = isinstance(old, int | str) and len(str(old)) < 40
+            values = f", {old} there and {new} here" if short else ""
             rule = (
-                f"holds the parts of another prediction, which differs in {', '.join(differing)}{both}. Continue that "
-                "one, give another file, or drop its parts by --overwrite."
+                f"holds the parts of another prediction, which differs in {', '.join(differing)}{values}. Continue "
+                "that one, give another file, or drop its parts by --overwrite."
             )
             raise ConfigError([_of_out(folder, rule)])
         if differing:

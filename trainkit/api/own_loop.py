@@ -13,7 +13,7 @@ from typing import Any, Final, Self
 import torch
 from torch import Tensor, nn
 
-from trainkit.api.calls import Given, TrainingResult, registered
+from trainkit.api.calls import Objects, TrainingResult, registered
 from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.config.check.rules import unused_keys_with_classes
 from trainkit.config.composition import Composition
@@ -45,12 +45,12 @@ class Session:
         self,
         composition: Composition,
         *,
-        given: Given,
+        objects: Objects,
         launch: LaunchEnvironment | None,
         run_dir: str | Path | None,
         terms: Sequence[str],
     ) -> None:
-        self._composition, self._given, self._launch, self._terms = composition, given, launch, tuple(terms)
+        self._composition, self._objects, self._launch, self._terms = composition, objects, launch, tuple(terms)
         if run_dir is None and composition.run_dir_given:
             run_dir = composition.run_dir
         self._run_dir = None if run_dir is None else Path(run_dir)
@@ -68,14 +68,14 @@ class Session:
             ConfigError: this process cannot train the config in a loop of its own; nothing was written.
         """
         if self._was_open or _OPEN:
-            which = "this session has ended" if self._was_open else "another session is open in this process"
-            raise TrainingError(f"{which}. Each run has its own session, one after the other.")
+            reason = "this session has ended" if self._was_open else "another session is open in this process"
+            raise TrainingError(f"{reason}. Each run has its own session, one after the other.")
         self._was_open = True
         composition = self._composition
         with ExitStack() as stack:
             _OPEN.append(self)
             stack.callback(_OPEN.remove, self)
-            stack.enter_context(registered(self._given))
+            stack.enter_context(registered(self._objects))
             stack.enter_context(allow_packages(composition.packages))
             stack.enter_context(with_config_dirs(composition.config_dirs))
             try:
@@ -92,7 +92,7 @@ class Session:
             assert session is not None
             self._task = task
             stack.enter_context(session.keeping_last_checkpoint())
-            self._loop = OwnLoop(session, given, strategy=self._strategy)
+            self._loop = OwnLoop(session, loss, strategy=self._strategy)
             self._stack = stack.pop_all()
         return self
 
@@ -108,7 +108,7 @@ class Session:
             self._task.end_with(loop.finish())
         self._stopped = loop.task.run.stop_kind
         result = {**(self._task.result or {}), "folder": str(loop.task.run.folder)}
-        self.result = TrainingResult(result, given=self._given, packages=self._composition.packages)
+        self.result = TrainingResult(result, objects=self._objects, packages=self._composition.packages)
 
     def batches(self) -> Iterator[list[Any]]:
         """Yield, for each step, the batches of the shards that this rank computes, on its device.
@@ -223,8 +223,8 @@ class Session:
     @property
     def _strategy(self) -> str:
         """The name of the strategy: the choice, or its class where there is none."""
-        found = self._composition.choices.get("strategy")
-        return str(found or str(self._composition.cfg.strategy[TARGET]).rpartition(".")[2])
+        choice = self._composition.choices.get("strategy")
+        return str(choice or str(self._composition.cfg.strategy[TARGET]).rpartition(".")[2])
 
     def _refuse_here(self) -> None:
         """Refuse problems that need no plan, before any process starts or connects."""
@@ -264,6 +264,6 @@ def _command(count: int) -> str:
     """Return the command that starts this script once a process."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     script = sys.argv[0]
-    named = ["-m", spec.name.removesuffix(".__main__")] if spec else [script if script.endswith(".py") else "SCRIPT.py"]
+    start = ["-m", spec.name.removesuffix(".__main__")] if spec else [script if script.endswith(".py") else "SCRIPT.py"]
     rest = sys.argv[1:] if spec or script.endswith(".py") else []
-    return shlex.join(["torchrun", "--nproc-per-node", str(count), *named, *rest])
+    return shlex.join(["torchrun", "--nproc-per-node", str(count), *start, *rest])

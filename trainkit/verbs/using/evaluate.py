@@ -12,7 +12,7 @@ from trainkit.verbs.running.train import template_of_job
 from trainkit.verbs.support.call import Call
 
 if TYPE_CHECKING:
-    from trainkit.api.jobs import AskedJob, Evaluated
+    from trainkit.api.jobs import Evaluated, JobArguments
 
 _MOST_ROWS: Final = 20
 """Largest number of rows and columns of a printed table."""
@@ -23,28 +23,28 @@ def run(call: Call) -> int:
     with template_of_job(call):
         from trainkit.api.jobs import evaluate  # noqa: PLC0415 - imports torch
 
-        found = evaluate(asked(call))
-    content = read_map(found.folder / "evaluation.json", {"version": int})
-    call.show({**content, "folder": str(found.folder)}, _lines(found))
+        result = evaluate(job_arguments(call))
+    content = read_map(result.folder / "evaluation.json", {"version": int})
+    call.show({**content, "folder": str(result.folder)}, _lines(result))
     return 0
 
 
-def asked(call: Call) -> AskedJob:
+def job_arguments(call: Call) -> JobArguments:
     """Return the model that a call of evaluate or predict names, and its split."""
-    from trainkit.api.jobs import AskedJob  # noqa: PLC0415 - imports torch
+    from trainkit.api.jobs import JobArguments  # noqa: PLC0415 - imports torch
 
-    return AskedJob(
+    return JobArguments(
         path=Path(call.arguments[0]).expanduser(), overrides=call.overrides, split=call.flags.get("split"),
         checkpoint=call.flags.get("checkpoint", "last"), config_dirs=call.config_dirs, packages=call.packages,
         log=print_notice,
     )  # fmt: skip
 
 
-def _lines(found: Evaluated) -> Iterator[str]:
+def _lines(result: Evaluated) -> Iterator[str]:
     from trainkit.report.numbers import figure  # noqa: PLC0415 - not for --help
     from trainkit.report.tables import row_lines  # noqa: PLC0415 - the same
 
-    content = found.content
+    content = result.content
     step = "" if content["step"] is None else f", step {content['step']:,}"
     yield f"{content['model']}, {content['checkpoint']}{step}: {content['num_samples']:,} samples of {content['split']}"
     width = max(map(len, content["metrics"]), default=0)
@@ -54,7 +54,7 @@ def _lines(found: Evaluated) -> Iterator[str]:
             continue
         yield from ("", name, *row_lines(table["columns"], [[*map(_cell, row)] for row in table["rows"]]))
     yield from (f"note: {note}" for note in content["notes"])
-    yield f"written: {found.folder}"
+    yield f"written: {result.folder}"
 
 
 def _cell(cell: Any) -> str:

@@ -10,7 +10,7 @@ from trainkit.config.grammar import refusal
 from trainkit.trainer.ownership import print_notice
 from trainkit.verbs.running.train import template_of_job
 from trainkit.verbs.support.call import Call
-from trainkit.verbs.using.evaluate import asked
+from trainkit.verbs.using.evaluate import job_arguments
 
 
 def run(call: Call) -> int:
@@ -24,12 +24,12 @@ def run(call: Call) -> int:
     begun = time.perf_counter()
     with template_of_job(call):
         out = Path(call.flags["out"]).expanduser()
-        found = predict_to_file(asked(call), out=out, overwrite="overwrite" in call.flags)
-    if found.status != "finished":
-        print_notice(f"{found.status} after {found.num_done:,} of {found.num_rows:,} rows. Continue: {call.command}")
-        return EXIT_CODES.get(found.status, 1)
-    files, seconds = " and ".join(map(str, found.files)), time.perf_counter() - begun
-    sys.stdout.write(f"{found.num_rows:,} rows in {duration(seconds)}: {files}\n")
-    if found.num_nonfinite:
-        print_notice(f"note: {found.num_nonfinite:,} of {found.num_rows:,} rows contain NaN or infinity.")
+        result = predict_to_file(job_arguments(call), out=out, overwrite="overwrite" in call.flags)
+    if result.status != "finished":
+        print_notice(f"{result.status} after {result.num_done:,} of {result.num_rows:,} rows. Continue: {call.command}")
+        return EXIT_CODES.get(result.status, 1)
+    files, seconds = " and ".join(map(str, result.files)), time.perf_counter() - begun
+    sys.stdout.write(f"{result.num_rows:,} rows in {duration(seconds)}: {files}\n")
+    if result.num_nonfinite:
+        print_notice(f"note: {result.num_nonfinite:,} of {result.num_rows:,} rows contain NaN or infinity.")
     return 0
