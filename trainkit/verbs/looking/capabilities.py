@@ -14,25 +14,25 @@ from trainkit.verbs.support.call import Call
 def run(call: Call) -> int:
     """Plan each feature under the strategies, and print the answers."""
     columns = {name: name.partition(":")[0].partition(",")[0] for name in STRATEGIES}
-    wanted = [ALIASES.get(word, word) for word in call.arguments]
-    for word in wanted:
+    names = [ALIASES.get(word, word) for word in call.arguments]
+    for word in names:
         if word not in (*columns, *columns.values()):
             raise refusal(word, f"no such strategy. {nearest(word, dict.fromkeys([*columns.values(), *ALIASES]))}")
     chosen = {
-        name: [*given] for name, given in STRATEGIES.items() if not wanted or name in wanted or columns[name] in wanted
+        name: [*lines] for name, lines in STRATEGIES.items() if not names or name in names or columns[name] in names
     }
-    found = [*capabilities(chosen)]
-    features = {name.replace("`", ""): [*given] for name, given in FEATURES.items()}
-    document = {"version": 1, "strategies": chosen, "features": features, "capabilities": found}
-    call.show(document, _lines(found))
+    answers = [*capabilities(chosen)]
+    features = {name.replace("`", ""): [*lines] for name, lines in FEATURES.items()}
+    document = {"version": 1, "strategies": chosen, "features": features, "capabilities": answers}
+    call.show(document, _lines(answers))
     return 0
 
 
-def _lines(found: Sequence[Capability]) -> Iterator[str]:
+def _lines(answers: Sequence[Capability]) -> Iterator[str]:
     """Yield for each feature the strategies that take it, and the reasons of the others."""
-    width = max(len(one["strategy"]) for one in found)
-    for feature in dict.fromkeys(one["feature"] for one in found):
+    width = max(len(entry["strategy"]) for entry in answers)
+    for feature in dict.fromkeys(entry["feature"] for entry in answers):
         yield feature
-        for one in (one for one in found if one["feature"] == feature):
-            answer = {True: "yes", False: f"no   {one['reason']}", None: "-    it has no such key"}[one["supported"]]
-            yield f"  {one['strategy']:<{width}}  {answer}"
+        for entry in (entry for entry in answers if entry["feature"] == feature):
+            text = {True: "yes", False: f"no   {entry['reason']}", None: "-    it has no such key"}
+            yield f"  {entry['strategy']:<{width}}  {text[entry['supported']]}"

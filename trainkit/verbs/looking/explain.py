@@ -42,8 +42,8 @@ def run(call: Call) -> int:
     composition, problems = fitted(composed, check_names_first)
     # A key without a value may be the one to explain.
     refuse([problem for problem in problems if not problem.rule.startswith(NEEDS_VALUE)])
-    found = explanation(composition, call.arguments[0])
-    call.show(found, _lines(found, isinstance(_value(composition, found["key"]), Mapping)))
+    document = explanation(composition, call.arguments[0])
+    call.show(document, _lines(document, isinstance(_value(composition, document["key"]), Mapping)))
     return 0
 
 
@@ -78,7 +78,7 @@ def explanation(composition: Composition, key: str) -> Explanation:
         "key": key,
         "choice": composition.choices.get(key),
         "meaning": facts_of(composition, path).meaning,
-        "keys": [_explained(composition, one) for one in inner or [path]],
+        "keys": [_explained(composition, leaf) for leaf in inner or [path]],
         "notes": [note for note in composition.notes if path[0] in note],
     }
 
@@ -108,27 +108,27 @@ def _value(composition: Composition, key: str) -> Any:
     return REDACTED if hidden else value
 
 
-def _lines(found: Explanation, is_group: bool) -> Iterator[str]:
-    key, choice, keys = found["key"], found["choice"], found["keys"]
+def _lines(document: Explanation, is_group: bool) -> Iterator[str]:
+    key, choice, keys = document["key"], document["choice"], document["keys"]
     if choice is not None:
         yield f"{key}={'[' + ','.join(choice) + ']' if isinstance(choice, list) else choice}"
     if is_group:
-        shown = [one for one in keys if one["key"] != key]  # an empty group is a key without keys
-        width = max((len(one["key"]) for one in shown), default=0)
-        for one in shown:
-            yield f"  {one['key']:<{width}}  {yaml_text(one['value']):<12}  {one['set_by']}".rstrip()
+        shown = [entry for entry in keys if entry["key"] != key]  # an empty group is a key without keys
+        width = max((len(entry["key"]) for entry in shown), default=0)
+        for entry in shown:
+            yield f"  {entry['key']:<{width}}  {yaml_text(entry['value']):<12}  {entry['set_by']}".rstrip()
     else:
         yield from _facts(keys[0])
-    if found["meaning"]:
-        yield f"  means    {found['meaning']}"
+    if document["meaning"]:
+        yield f"  means    {document['meaning']}"
     if not is_group:
         yield f"  changes  {_MEANINGS[Tag(keys[0]['tag'])]}"
-    yield from (f"  note     {note}" for note in found["notes"])
+    yield from (f"  note     {note}" for note in document["notes"])
 
 
-def _facts(one: ExplainedKey) -> Iterator[str]:
-    yield f"{one['key']}={yaml_text(one['value'])}"
-    yield f"  set by   {one['set_by'] or 'nothing: the default'}"
-    yield f"  type     {one['type']}"
-    yield f"  unit     {one['unit']}"
-    yield f"  default  {'none: it must be given' if one['required'] else yaml_text(one['default'])}"
+def _facts(entry: ExplainedKey) -> Iterator[str]:
+    yield f"{entry['key']}={yaml_text(entry['value'])}"
+    yield f"  set by   {entry['set_by'] or 'nothing: the default'}"
+    yield f"  type     {entry['type']}"
+    yield f"  unit     {entry['unit']}"
+    yield f"  default  {'none: it must be given' if entry['required'] else yaml_text(entry['default'])}"

@@ -69,12 +69,12 @@ def _listing(groups: Mapping[str, Mapping[str, Document]], text: str | None = No
         {
             "group": group,
             "name": name,
-            "description": one.description,
-            "file": one.file,
-            "target": one.values.get(TARGET),
+            "description": document.description,
+            "file": document.file,
+            "target": document.values.get(TARGET),
         }
         for group, documents in groups.items()
-        for name, one in documents.items()
+        for name, document in documents.items()
     ]
     return {"version": 1, "choices": choices, "text": text, "runs": []}
 
@@ -84,15 +84,15 @@ def _groups(call: Call) -> dict[str, dict[str, Document]]:
     folders = (*call.config_dirs, shipped_conf())
     files = [(file.parent.name, file.stem, file) for folder in folders for file in sorted(folder.glob("*/*.yaml"))]
     files += [("recipe", file.parent.name, file) for file in sorted(shipped_recipes().glob("*/recipe.yaml"))]
-    found: dict[str, dict[str, Document]] = {}
+    groups: dict[str, dict[str, Document]] = {}
     for group, name, file in files:
-        choices = found.setdefault(group, {})
+        choices = groups.setdefault(group, {})
         try:
             if name not in choices:
                 choices[name] = read_document(file)
         except ConfigError as error:  # list the others despite one broken file
             sys.stderr.write(f"{error.problems[0]}\n")
-    return {group: dict(sorted(found[group].items())) for group in sorted(found)}
+    return {group: dict(sorted(groups[group].items())) for group in sorted(groups)}
 
 
 def _table(rows: Sequence[tuple[str, str]]) -> Iterator[str]:
@@ -102,21 +102,21 @@ def _table(rows: Sequence[tuple[str, str]]) -> Iterator[str]:
 
 def list_runs(call: Call, root: Path) -> int:
     """Print the runs of a folder, the most recently updated first; return the exit code."""
-    found = [(path, read_status(RunFolder(path))) for path in runs_below(root)]
-    found.sort(key=lambda item: item[1].updated or 0.0, reverse=True)
+    statuses = [(path, read_status(RunFolder(path))) for path in runs_below(root)]
+    statuses.sort(key=lambda item: item[1].updated or 0.0, reverse=True)
     names = ("state", "note", "step", "resumable", "updated")
     runs = [
         {"folder": path, "process": status.where, **{name: getattr(status, name) for name in names}}
-        for path, status in found
+        for path, status in statuses
     ]
     header = ("run", "state", "step", "checkpoint", "updated", "process")
     rows = []
-    for path, status in found:
+    for path, status in statuses:
         name = "".join(letter if letter.isprintable() else "?" for letter in str(path))
         step, checkpoint = "" if status.step is None else count(status.step), "yes" if status.resumable else "no"
         process = f"{status.where} ({status.note})" if status.note else status.where
         rows.append((name, status.state, step, checkpoint, _when(status.updated), process))
-    lines = row_lines(header, rows) if found else [f"no runs in {root}"]
+    lines = row_lines(header, rows) if statuses else [f"no runs in {root}"]
     call.show({"version": 1, "choices": [], "text": None, "runs": runs}, lines)
     return 0
 
@@ -140,20 +140,20 @@ def _list_layers(call: Call) -> int:
     from trainkit.trained.build import meta_model  # noqa: PLC0415
 
     plan = make_plan(composition.cfg)
-    found = summary_of(plan, meta_model(plan.cfg))
-    call.show(asdict(found), _layer_lines(found))
+    summary = summary_of(plan, meta_model(plan.cfg))
+    call.show(asdict(summary), _layer_lines(summary))
     return 0
 
 
-def _layer_lines(found: ModelSummary) -> list[str]:
+def _layer_lines(summary: ModelSummary) -> list[str]:
     header = ("layer", "class", "output", "parameters", "FLOPs")
-    work = None if found.flops is None else f", {compact(found.flops)} FLOPs in a forward pass"
-    total = "" if work is None else f"{work} of {count(found.batch)} samples"
-    trained = "" if found.trained == found.parameters else f", {count(found.trained)} of them trained"
+    work = None if summary.flops is None else f", {compact(summary.flops)} FLOPs in a forward pass"
+    total = "" if work is None else f"{work} of {count(summary.batch)} samples"
+    trained = "" if summary.trained == summary.parameters else f", {count(summary.trained)} of them trained"
     return [
-        *row_lines(header, [_cells(one) for one in found.layers]),
-        f"{count(found.parameters)} parameters{trained}{total}",
-        *([f"note: {found.note}"] if found.note else []),
+        *row_lines(header, [_cells(layer) for layer in summary.layers]),
+        f"{count(summary.parameters)} parameters{trained}{total}",
+        *([f"note: {summary.note}"] if summary.note else []),
     ]
 
 

@@ -55,16 +55,16 @@ class _Planned(NamedTuple):
         """Steps of the training; None if they depend on an unknown length of the data, or time of a step."""
         cfg, time, seconds = self.plan.cfg, self.outlook.time, self.plan.stop_after_s
         bounded = seconds is None or cfg.epochs is not None or cfg.steps is not None
-        known = self.plan.num_steps if bounded and (self.knows_length or cfg.steps is not None) else None
+        planned = self.plan.num_steps if bounded and (self.knows_length or cfg.steps is not None) else None
         if seconds is None or time is None:
-            return known
-        return max(1, min(round(seconds / time.step_s), known or self.plan.num_steps))
+            return planned
+        return max(1, min(round(seconds / time.step_s), planned or self.plan.num_steps))
 
     @property
     def rates(self) -> dict[str, LearningRate]:
         """The learning rate of each optimizer; with `stop_after`, over the planned number of steps."""
-        found = {one.name: one.rate for one in self.plan.optimizers} or {"": self.plan.rate}
-        return {name: replace(rate, num_steps=self.num_steps or rate.num_steps) for name, rate in found.items()}
+        rates = {optimizer.name: optimizer.rate for optimizer in self.plan.optimizers} or {"": self.plan.rate}
+        return {name: replace(rate, num_steps=self.num_steps or rate.num_steps) for name, rate in rates.items()}
 
 
 def _hosts(call: Call) -> tuple[int | None, LaunchEnvironment | None]:
@@ -73,18 +73,18 @@ def _hosts(call: Call) -> tuple[int | None, LaunchEnvironment | None]:
     Raises:
         ConfigError: flags that exclude or need each other.
     """
-    world, hosts, each = (call.flags.get(name) for name in ("world", "hosts", "gpus-per-host"))
-    if hosts is None and each is None:
+    world, hosts, per_host = (call.flags.get(name) for name in ("world", "hosts", "gpus-per-host"))
+    if hosts is None and per_host is None:
         return world, None
-    if hosts is None or each is None:
-        given, other = ("--hosts", "--gpus-per-host") if each is None else ("--gpus-per-host", "--hosts")
-        raise refusal(given, f"needs {other}, too.")
+    if hosts is None or per_host is None:
+        flag, other = ("--hosts", "--gpus-per-host") if per_host is None else ("--gpus-per-host", "--hosts")
+        raise refusal(flag, f"needs {other}, too.")
     if world is not None:
         raise refusal("--world", "plans for one host. Leave it out with --hosts.")
-    if hosts * each > MOST_PROCESSES:
-        raise refusal("--hosts", f"makes {hosts * each:,} tasks. Give {MOST_PROCESSES:,} or fewer.")
+    if hosts * per_host > MOST_PROCESSES:
+        raise refusal("--hosts", f"makes {hosts * per_host:,} tasks. Give {MOST_PROCESSES:,} or fewer.")
 
-    return each, imagined_launch(hosts, each)
+    return per_host, imagined_launch(hosts, per_host)
 
 
 def run(call: Call) -> int:
@@ -95,33 +95,33 @@ def run(call: Call) -> int:
         raise refusal(
             "--fail-if-too-big", "needs the memory of a device. Name the hardware: hardware=this, hardware=h100_sxm."
         )
-    found = _planned(call, composition, num_gpus, imagined)
+    planned = _planned(call, composition, num_gpus, imagined)
     if "rate-png" in call.flags:
-        _draw(found, call.flags["rate-png"])
+        _draw(planned, call.flags["rate-png"])
     if "json" in call.flags:
-        print_json(_document(found))
+        print_json(_document(planned))
     else:
-        _show(found)
-    too_big = found.verdict is not None and found.verdict.fits is False
+        _show(planned)
+    too_big = planned.verdict is not None and planned.verdict.fits is False
     return 2 if too_big and "fail-if-too-big" in call.flags else 0
 
 
-def _draw(found: _Planned, name: str) -> None:
+def _draw(planned: _Planned, name: str) -> None:
     """Draw the learning rate of every step."""
     rule = None if name.endswith(".png") else "must end in .png."
-    if found.num_steps is None:
+    if planned.num_steps is None:
         rule = "needs the number of steps, and the length of the data is unknown: give --num-samples N."
-        if found.plan.cfg.stop_after is not None:
+        if planned.plan.cfg.stop_after is not None:
             rule = "needs the time of a step, to know the steps of stop_after. Give hardware=this."
     if rule:
         raise ConfigError([Problem(key="--rate-png", value=name, rule=rule, origin="command line")])
     from trainkit.numerics.schedules import lr_points  # noqa: PLC0415 - not for --help
     from trainkit.report.plots import draw_rates  # noqa: PLC0415 - imports matplotlib
 
-    rates = {label: lr_points(rate, rate.num_steps) for label, rate in found.rates.items()}
+    rates = {label: lr_points(rate, rate.num_steps) for label, rate in planned.rates.items()}
     path = Path(name).expanduser()
     with reporting(path):
-        draw_rates(path, title=found.plan.cfg.name, rates=rates)
+        draw_rates(path, title=planned.plan.cfg.name, rates=rates)
 
 
 def _planned(
@@ -162,27 +162,26 @@ def _show(found: _Planned) -> None:
     if not found.knows_length:  # without the rows that depend on the length of the data
         curves = {f"rate {name}".strip() for name in found.rates} | {"rate curve"}
         unknown = {"samples", "last batch", *(() if plan.cfg.warmup.epochs is None else ("warmup", *curves))}
-        rows |= {} if found.num_steps is None else {"steps": f"{found.num_steps:,}"}
-        unknown |= {"steps", *curves} if found.num_steps is None else set()
+        rows |= {} if planned.num_steps is None else {"steps": f"{planned.num_steps:,}"}
+        unknown |= {"steps", *curves} if planned.num_steps is None else set()
         rows = {label: text for label, text in rows.items() if label not in unknown}
-    rows |= dict([*(found.verdict.rows() if found.verdict else ()), *found.outlook.rows()])
-    print_summary(f"plan of {plan.cfg.name}", rows, notes=found.notes)
-    if found.parts:
+    rows |= dict([*(planned.verdict.rows() if planned.verdict else ()), *planned.outlook.rows()])
+    print_summary(f"plan of {plan.cfg.name}", rows, notes=planned.notes)
+    if planned.parts:
         rows_of_parts = [
-            (str(one.stage), one.modules, f"{one.num_params:,}", num_bytes(one.num_bytes), one.device)
-            for one in found.parts
+            (str(part.stage), part.modules, f"{part.num_params:,}", num_bytes(part.num_bytes), part.device)
+            for part in planned.parts
         ]
         print_rows(("stage", "modules", "parameters", "bytes", "device"), rows_of_parts)
-    if found.remedies:
-        head = "to make it fit" if found.remedies[0].fits else "no change suffices; the closest"
-        print_rows(
-            (head, "needs", "price"), [(one.overrides, num_bytes(one.needs), one.price) for one in found.remedies]
-        )
+    if planned.remedies:
+        head = "to make it fit" if planned.remedies[0].fits else "no change suffices; the closest"
+        rows_of_remedies = [(item.overrides, num_bytes(item.needs), item.price) for item in planned.remedies]
+        print_rows((head, "needs", "price"), rows_of_remedies)
 
 
-def _document(found: _Planned) -> dict[str, object]:
+def _document(planned: _Planned) -> dict[str, object]:
     """Return the output of `--json`; unknown values are null."""
-    plan, memory = found.plan, found.outlook.memory
+    plan, memory = planned.plan, planned.outlook.memory
     return {
         "version": 1,
         "name": plan.cfg.name,
@@ -192,31 +191,31 @@ def _document(found: _Planned) -> dict[str, object]:
         "fingerprint": fingerprint(plan.cfg),
         "bubble": ideal_bubble_of(plan),
         "batch": {"global_size": plan.batch.global_size, "micro_size": plan.batch.micro_size},
-        "steps": found.num_steps,
+        "steps": planned.num_steps,
         "stages": [
             {"stage": part.stage, "modules": part.modules, "num_params": part.num_params, "device": part.device}
-            for part in found.parts
+            for part in planned.parts
         ],
         "memory": memory.document(),
-        "fits": None if found.verdict is None else found.verdict.fits,
-        "remedies": [asdict(one) for one in found.remedies],
-        **found.outlook.document(),
-        "notes": list(found.notes),
+        "fits": None if planned.verdict is None else planned.verdict.fits,
+        "remedies": [asdict(remedy) for remedy in planned.remedies],
+        **planned.outlook.document(),
+        "notes": list(planned.notes),
     }
 
 
-def _more(found: _Planned) -> Iterator[tuple[str, str]]:
-    plan = found.plan
+def _more(planned: _Planned) -> Iterator[tuple[str, str]]:
+    plan = planned.plan
     last = plan.batch.batch_size(plan.batch.steps_per_epoch - 1)
     if last < plan.batch.global_size:
         shards = plan.batch.num_shards(plan.batch.steps_per_epoch - 1)
         yield "last batch", f"{last} samples in {shards} shard{'' if shards == 1 else 's'}"
-    if (steps := found.num_steps) is None and plan.cfg.stop_after is not None:
+    if (steps := planned.num_steps) is None and plan.cfg.stop_after is not None:
         yield "rate curve", "follows the share of the time that is used"
         return
     if plan.cfg.stop_after is not None and steps is not None and steps < plan.num_steps:
         yield "steps", f"about {steps:,} in {plan.cfg.stop_after} of training ({plan.batch.steps_per_epoch:,} an epoch)"
-    rates = found.rates
+    rates = planned.rates
     yield "rate curve", "; ".join(f"{name} {corners(rate)}".strip() for name, rate in rates.items())
     for name, rate in rates.items():
         yield f"rate {name}".strip(), curve_line(rate, encoding=sys.stdout.encoding)

@@ -30,8 +30,8 @@ def run(call: Call) -> int:
     if "then" in call.flags and "json" in call.flags:
         raise refusal("--json", "prints only the leaderboard. Leave out --then.")
     shown = board if count is None else board.top(count)
-    what = "points" if any(entry.runs for entry in board.entries) else "runs"
-    head = f"{len(shown.entries)} of {len(board.entries)} {what} by {board.goal}"
+    noun = "points" if any(entry.runs for entry in board.entries) else "runs"
+    head = f"{len(shown.entries)} of {len(board.entries)} {noun} by {board.goal}"
     remarks = [*board.verdict(), *_remarks(shown)]
     call.show(_ranking(shown, len(board.entries), remarks), [head, *shown.lines(), *remarks])
     return _train_anew(board, call) if "then" in call.flags else 0
@@ -52,8 +52,8 @@ def ranked(call: Call, *, folds: bool = True) -> tuple[Leaderboard, int | None]:
     if not board.entries:
         raise refusal(str(folder), "contains no run: it has no result.json below it.")
     if goal is not None and all(board.value(entry) is None for entry in board.entries):
-        known = sorted({name for entry in board.entries for name in entry.metrics})
-        raise refusal(f"--metric {goal.metric}", f"no run has this metric. There are: {', '.join(known) or 'none'}.")
+        names = sorted({name for entry in board.entries for name in entry.metrics})
+        raise refusal(f"--metric {goal.metric}", f"no run has this metric. There are: {', '.join(names) or 'none'}.")
     return board, count
 
 

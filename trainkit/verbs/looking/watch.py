@@ -20,6 +20,6 @@ def run(call: Call) -> int:
     if "json" not in call.flags and (console := terminal_console()) is not None:
         show(console, board.read)
     else:
-        found = board.read()
-        call.show(found, lines_of(found))
+        document = board.read()
+        call.show(document, lines_of(document))
     return 0

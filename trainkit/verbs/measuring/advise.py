@@ -53,11 +53,11 @@ def run(call: Call) -> int:
         _progress(f"planning {' '.join(way.overrides)}")
         return planner.try_way(way, base, goal)
 
-    found = [one for family in families for one in try_family(family, attempt, goal)]
+    ways = [tried for family in families for tried in try_family(family, attempt, goal)]
     _progress("")
-    if all(one.figures is None for one in found):  # the config is invalid
+    if all(tried.figures is None for tried in ways):  # the config is invalid
         planner.figures(families[0][0].overrides)
-    advice = advise(found, goal)
+    advice = advise(ways, goal)
     if "json" in call.flags:
         print_json(_document(call, advice, planner))
     else:
@@ -106,16 +106,16 @@ def _show(call: Call, advice: Advice, planner: Planner, name: str, *, notes: Seq
         if len(advice.ranking) > 1:
             rows["runner-up"] = _command(call, advice.ranking[1], planner, "plan")
     print_summary(f"advice for {name}", rows, notes=[*notes, *planner.hardware.notes, NOT_TRIED])
-    lines = [_row(one, advice) for one in _shown(advice)]
+    lines = [_row(tried, advice) for tried in _shown(advice)]
     print_rows(("way", "devices", "memory", "time a step", "why"), lines)
 
 
 def _shown(advice: Advice) -> list[Tried]:
     """Return one way per strategy and precision, the best or else the last one, and the second best way."""
-    best = {(one.way.strategy, one.way.precision): one for one in reversed(advice.ranking)}
-    others = {(one.way.strategy, one.way.precision): one for one in advice.others}
-    ranked = [one for one in advice.ranking if one in (*advice.ranking[:2], *best.values())]
-    return [*ranked, *(one for kind, one in others.items() if kind not in best)]
+    best = {(tried.way.strategy, tried.way.precision): tried for tried in reversed(advice.ranking)}
+    others = {(tried.way.strategy, tried.way.precision): tried for tried in advice.others}
+    ranked = [tried for tried in advice.ranking if tried in (*advice.ranking[:2], *best.values())]
+    return [*ranked, *(tried for kind, tried in others.items() if kind not in best)]
 
 
 def _row(tried: Tried, advice: Advice) -> tuple[str, ...]:
@@ -133,13 +133,13 @@ def _document(call: Call, advice: Advice, planner: Planner) -> dict[str, Any]:
     names = ("fits", "needs", "devices", "step_s")
     ways = [
         {
-            "overrides": one.overrides,
-            "command": _command(call, one, planner, "plan"),
-            "reason": advice.reason(one),
-            **{name: getattr(one.figures, name, None) for name in names},
-            "cost": one.figures and one.figures.cost_usd,
+            "overrides": tried.overrides,
+            "command": _command(call, tried, planner, "plan"),
+            "reason": advice.reason(tried),
+            **{name: getattr(tried.figures, name, None) for name in names},
+            "cost": tried.figures and tried.figures.cost_usd,
         }
-        for one in (*advice.ranking, *advice.others)
+        for tried in (*advice.ranking, *advice.others)
     ]
     best = [*ways[: len(advice.ranking)], None, None]
     head = {"goal": call.flags.get("for", "time"), "hardware": planner.hardware.name, "devices": planner.devices}

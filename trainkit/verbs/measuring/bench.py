@@ -49,29 +49,29 @@ def _measured(call: Call, points: Sequence[Composition], candidates: Sequence[Ca
         metric, _, text = call.flags["until"].partition("=")
         target = Target.of(metric, float(text), points[0].cfg)
     rounds, steps = call.flags.get("rounds") or (3 if target is None else 1), call.flags.get("steps")
-    found = bench(candidates, rounds=rounds, steps=steps, target=target, log=_print_line)
+    results = bench(candidates, rounds=rounds, steps=steps, target=target, log=_print_line)
     notes = [note for point in points for note in point.notes]
-    if not any(one.spread("joules_per_sample") for one in found):
-        on_gpu = any(turn.figures.get("device") == "cuda" for one in found for turn in one.turns)
+    if not any(result.spread("joules_per_sample") for result in results):
+        on_gpu = any(turn.figures.get("device") == "cuda" for result in results for turn in result.turns)
         missing = "NVML reports none here: pip install nvidia-ml-py" if on_gpu else "no device here reports it"
         notes.append(f"energy is not measured: {missing}.")
-    content = bench_document(found, command=call.command, rounds=rounds, notes=notes, target=target)
-    is_failed = not all(one.is_measured for one in found)
-    return _results(content, table_lines(found, target=target), is_failed=is_failed)
+    content = bench_document(results, command=call.command, rounds=rounds, notes=notes, target=target)
+    is_failed = not all(result.is_measured for result in results)
+    return _results(content, table_lines(results, target=target), is_failed=is_failed)
 
 
 def _measured_data(call: Call, points: Sequence[Composition], candidates: Sequence[Candidate]) -> Results:
     """Measure numbers of data loading processes, and find the one to use."""
     plan, rounds = make_plan(candidates[0].cfg), call.flags.get("rounds") or 1
     ranks = len(plan.tasks)
-    found = search_workers(plan.cfg, num_steps=plan.num_steps, num_ranks=ranks, rounds=rounds, log=_print_line)
-    notes, verdict = points[0].notes, found.verdict()
-    content = bench_document(found.choices, command=call.command, rounds=rounds, notes=notes, data=verdict)
-    return _results(content, found.lines(), is_failed=not found.choices[0].is_measured)
+    search = search_workers(plan.cfg, num_steps=plan.num_steps, num_ranks=ranks, rounds=rounds, log=_print_line)
+    notes, verdict = points[0].notes, search.verdict()
+    content = bench_document(search.choices, command=call.command, rounds=rounds, notes=notes, data=verdict)
+    return _results(content, search.lines(), is_failed=not search.choices[0].is_measured)
 
 
 def _results(content: BenchDocument, lines: Iterable[str], *, is_failed: bool) -> Results:
-    picture = "bench" if any(one["samples_per_s"] for one in content.choices) else None
+    picture = "bench" if any(choice["samples_per_s"] for choice in content.choices) else None
     title, drawn = content.command, ("choices",)
     return Results(content=content, lines=lines, picture=picture, title=title, drawn=drawn, is_failed=is_failed)
 
@@ -85,7 +85,7 @@ def _points(call: Call, wrong: list[Problem]) -> list[Composition] | None:
         return _distinct(call.compose_points())
     except ConfigError as error:
         by_until = {"eval.metric": "--until"} if "until" in call.flags else {}
-        wrong += [replace(one, key=by_until.get(one.key, one.key)) for one in error.problems]
+        wrong += [replace(problem, key=by_until.get(problem.key, problem.key)) for problem in error.problems]
         return None
 
 
@@ -152,7 +152,7 @@ def _candidates(points: Sequence[Composition], *, fewest: int) -> list[Candidate
     Raises:
         ConfigError: the problems of all plans, or a training of fewer steps.
     """
-    found, lengths = [], plan_all_points(points)
+    candidates, lengths = [], plan_all_points(points)
     if min(lengths) < fewest:
         rule = f"the training has {min(lengths)}, and bench needs {fewest} or more. Give steps=100, or more epochs."
         raise refusal("steps", rule)
@@ -162,8 +162,8 @@ def _candidates(points: Sequence[Composition], *, fewest: int) -> list[Candidate
             plan, note = with_workers(make_plan(cfg), workers_of_plan)
             _print_line(note)
             cfg = replace(cfg, loader=plan.cfg.loader)
-        found.append(Candidate(label=label, cfg=cfg, num_steps=length))
-    return found
+        candidates.append(Candidate(label=label, cfg=cfg, num_steps=length))
+    return candidates
 
 
 def _labels(points: Sequence[Composition]) -> list[str]:

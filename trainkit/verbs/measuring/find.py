@@ -29,18 +29,18 @@ _print_line: Final = line_printer("find")
 def run(call: Call) -> int:
     """Find and print; return 0 if a value can be suggested, else 1."""
     point = begin(call, "try every value", problems(call))
-    (what,) = call.arguments
+    (key,) = call.arguments
     plan_all_points([point])
     plan = make_plan(point.cfg)
     size, count = plan.batch.global_size, plan.batch.num_samples
-    wrong = [*(_rate_problems(plan) if what == "lr" else ())]
+    wrong = [*(_rate_problems(plan) if key == "lr" else ())]
     if count < size:
         rule = f"larger than the {count} training samples: no step has that many. Use {count} or less."
         wrong.append(Problem(key="batch.global_size", value=size, rule=rule))
     if wrong:
         raise point.with_origins(ConfigError(wrong))
-    find = _find_lr if what == "lr" else _find_micro_size
-    return measure(call, f"find_{what}", partial(find, call, point, plan), keeps=False)
+    find = _find_lr if key == "lr" else _find_micro_size
+    return measure(call, f"find_{key}", partial(find, call, point, plan), keeps=False)
 
 
 def _find_lr(call: Call, point: Composition, plan: RunPlan) -> Results:
@@ -99,7 +99,7 @@ def _find_micro_size(call: Call, point: Composition, plan: RunPlan) -> Results:
 def _rate_problems(plan: RunPlan) -> Iterator[Problem]:
     """Yield the reasons why a range test cannot find the learning rate of a training."""
     if plan.optimizers:
-        names = ", ".join(one.name for one in plan.optimizers)
+        names = ", ".join(optimizer.name for optimizer in plan.optimizers)
         rule = f"has a learning rate for each of {names}, and the test changes only one. Use bench --until for each."
         yield Problem(key="optimizers", rule=rule)
     elif plan.rate.peak <= 0:
@@ -114,19 +114,19 @@ def _rate_problems(plan: RunPlan) -> Iterator[Problem]:
 
 def problems(call: Call) -> Iterator[Problem]:
     """Yield the problems of the flags together."""
-    what, words = " ".join(call.arguments), VERBS["find"].words
-    if what not in words:
+    key, words = " ".join(call.arguments), VERBS["find"].words
+    if key not in words:
         rule = f"finds one of {', '.join(words)}: trainkit find {words[0]} OVERRIDES."
-        yield Problem(key="find", value=what or MISSING, rule=rule, origin=COMMAND_LINE)
+        yield Problem(key="find", value=key or MISSING, rule=rule, origin=COMMAND_LINE)
         return
     for name in call.flags:
-        if _OF_ONE.get(name, what) != what:
-            yield call.problem(name, f"has no effect with find {what}.")
+        if _OF_ONE.get(name, key) != key:
+            yield call.problem(name, f"has no effect with find {key}.")
     low, high = _rates(call)
-    if what == "lr" and low >= high:
+    if key == "lr" and low >= high:
         name = "max-lr" if "max-lr" in call.flags else "min-lr"
         yield call.problem(name, f"must leave a range: it would go from {low:g} to {high:g}.")
-    if what == "lr" and call.flags.get("steps", 10) < 10:
+    if key == "lr" and call.flags.get("steps", 10) < 10:
         yield call.problem("steps", "must be a whole number, 10 to 100,000.")
 
 

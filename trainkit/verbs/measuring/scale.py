@@ -30,58 +30,58 @@ def run(call: Call) -> int:
     """Print the predictions for more replicas; return 1 if a measurement failed."""
     if "simulate" not in call.flags:
         composition = begin(call, "measure", problems(call))
-        what, given = _scalable(composition, call.flags["to-replicas"]), _assumed(call)
-        return measure(call, "scale", partial(_measured, call, composition, what, given))
+        training = _scalable(composition, call.flags["to-replicas"])
+        return measure(call, "scale", partial(_measured, call, composition, training))
     refuse(problems(call))
     target, seed = call.flags["to-replicas"], call.flags.get("seed", 0)
 
-    found = simulated_document(assumed(SIMULATED, {"given": _assumed(call)}), target, seed=seed)
-    lines = scale_lines(found, f"prediction for {target:,} replicas, without a measurement")
-    return measure(call, "scale", lambda: Results(content=found, lines=lines), keeps=False)
+    document = simulated_document(assumed(SIMULATED, {"given": _assumed(call)}), target, seed=seed)
+    lines = scale_lines(document, f"prediction for {target:,} replicas, without a measurement")
+    return measure(call, "scale", lambda: Results(content=document, lines=lines), keeps=False)
 
 
-def _measured(call: Call, composition: Composition, what: Scalable, given: Mapping[str, float]) -> Results | None:
+def _measured(call: Call, composition: Composition, training: Scalable) -> Results | None:
     """Measure a few replicas, and fit the model to them; None if a measurement failed."""
     target, hardware = call.flags["to-replicas"], hardware_of(composition.cfg, _print_line)
-    known: dict[Origin, Mapping[str, float]] = {}
-    if not what.on_cpu:
-        known["measured"] = {"per_host": float(what.plan.context.num_gpus)}
+    by_origin: dict[Origin, Mapping[str, float]] = {}
+    if not training.on_cpu:
+        by_origin["measured"] = {"per_host": float(training.plan.context.num_gpus)}
     if hardware is not None:
         link, price = hardware.between_hosts, hardware.price_usd_h
         links = {"gbit": link.gb_s * 8, "latency_us": link.latency_us}
-        known["hardware"] = links if price is None else {**links, "price_h": price}
-    inputs = assumed(HOSTS, {**known, "given": given})
-    values = {name: one.value for name, one in inputs.items()}
-    batch, strategy = what.plan.batch.global_size, composition.choices.get("strategy")
+        by_origin["hardware"] = links if price is None else {**links, "price_h": price}
+    inputs = assumed(HOSTS, {**by_origin, "given": _assumed(call)})
+    values = {name: item.value for name, item in inputs.items()}
+    batch, strategy = training.plan.batch.global_size, composition.choices.get("strategy")
     rounds, steps = call.flags.get("rounds", 2), call.flags.get("steps")
-    measured = measure_replicas(what, target, rounds=rounds, steps=steps, log=_print_line)
+    measured = measure_replicas(training, target, rounds=rounds, steps=steps, log=_print_line)
     if measured.failures:
         sys.stderr.write("".join(f"scale: failed: {line}\n" for line in measured.failures))
         return None
-    fit = fitted(what, measured, None if hardware is None else hardware.within_host)
-    found = scale_document(
+    fit = fitted(training, measured, None if hardware is None else hardware.within_host)
+    document = scale_document(
         fit.on_hosts(int(values["per_host"]) or None, link_of(values)),
         target,
         inputs,
-        what.at(2).remedies,
+        training.at(2).remedies,
         seed=call.flags.get("seed", 0),
         measured=measured_shares(measured),
-        has_tables=what.has_tables,
-        on_cpu=what.on_cpu,
-        notes=[*composition.notes, *_notes(what, values, hardware, is_checked=bool(fit.checks))],
+        has_tables=training.has_tables,
+        on_cpu=training.on_cpu,
+        notes=[*composition.notes, *_notes(training, values, hardware, is_checked=bool(fit.checks))],
     )
-    title = f"scale of {what.plan.cfg.name}: strategy={strategy}, batch.global_size={batch}"
-    lines = scale_lines(found, title, num_servers=what.at(2).remedies.num_servers)
-    return Results(content=found, lines=lines, picture="scale", title=title, drawn=("predictions", "checks", "knee"))
+    title = f"scale of {training.plan.cfg.name}: strategy={strategy}, batch.global_size={batch}"
+    lines = scale_lines(document, title, num_servers=training.at(2).remedies.num_servers)
+    return Results(content=document, lines=lines, picture="scale", title=title, drawn=("predictions", "checks", "knee"))
 
 
 def _notes(
-    what: Scalable, values: Mapping[str, float], hardware: Hardware | None, *, is_checked: bool
+    training: Scalable, values: Mapping[str, float], hardware: Hardware | None, *, is_checked: bool
 ) -> Iterator[str]:
     if hardware is not None:
         yield f"links and price are those of {hardware.name}; compute times were measured on this machine."
-    if what.on_cpu and not values["per_host"]:
-        yield f"all replicas share the {what.cores} cores of this host; --assume per_host=1 assumes a host each."
+    if training.on_cpu and not values["per_host"]:
+        yield f"all replicas share the {training.cores} cores of this host; --assume per_host=1 assumes a host each."
     if not is_checked:
         yield "this machine measures only one replica: the exchange is assumed, and the model is not checked."
     if not values["price_h"]:
@@ -95,17 +95,17 @@ def _scalable(composition: Composition, target: int) -> Scalable:
         ConfigError: its problems, a strategy without other numbers of replicas, or more replicas than samples.
     """
     try:
-        what = scalable(composition.cfg)
+        training = scalable(composition.cfg)
     except ConfigError as error:
         raise composition.with_origins(error) from error
-    if target > what.most_replicas:
-        unit, way = ("samples", "") if what.cut_is_free else ("shards", " a smaller batch.micro_size,")
+    if target > training.most_replicas:
+        unit, way = ("samples", "") if training.cut_is_free else ("shards", " a smaller batch.micro_size,")
         rule = (
-            f"a step has {what.most_replicas} {unit}, and each replica needs one. "
+            f"a step has {training.most_replicas} {unit}, and each replica needs one. "
             f"Give a larger batch.global_size,{way} or fewer replicas."
         )
         raise ConfigError([Problem(key="--to-replicas", value=target, rule=rule, origin=COMMAND_LINE)])
-    return what
+    return training
 
 
 def _assumed(call: Call) -> dict[str, float]:

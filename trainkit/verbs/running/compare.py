@@ -36,7 +36,7 @@ from trainkit.verbs.support.call import Call
 
 _PAIRS: Final = 5
 _ROOT: Final = Path("outputs/compare")
-_OWN: Final = ("seed", "cv.fold", "sweep.name", "sweep.resume", "hydra.run.dir", "hydra.sweep.dir")
+_RESERVED: Final = ("seed", "cv.fold", "sweep.name", "sweep.resume", "hydra.run.dir", "hydra.sweep.dir")
 """Keys that compare sets for each run."""
 
 
@@ -47,12 +47,12 @@ def run(call: Call) -> int:
         call.show({"version": 1, "comparisons": rows}, _table(rows))
         return 0
     _refuse(call)
-    read = [read_side(name) for name in call.arguments]
+    sides = [read_side(name) for name in call.arguments]
     flags = {name: value for name, value in call.flags.items() if name in ("metric", "mode", "edits", "delta")}
     judged = partial(pairs.compare, budget=call.flags.get("max-pairs", BUDGET), **flags)
-    found = judged(*read) if len(read) == 2 else _trained(call, read, judged)
-    pairs.record(found)
-    call.show(found, pairs.lines_of(found))
+    comparison = judged(*sides) if len(sides) == 2 else _trained(call, sides, judged)
+    pairs.record(comparison)
+    call.show(comparison, pairs.lines_of(comparison))
     return 0
 
 
@@ -77,8 +77,8 @@ def _refuse(call: Call) -> None:
         problems.append(call.problem("pairs", "must not exceed --max-pairs, 30 without it."))
     a, b, shared = ([], [], _split(sets)) if folders else (_split(sets[:1]), _split(sets[1:2]), _split(sets[2:]))
     keys = [[key_of(line) for line in lines] for lines in (a, b, shared)]
-    own = [key for key in (*keys[0], *keys[1], *keys[2]) if key in _OWN]
-    problems += [Problem(key=key, rule="is set by compare itself.", origin=COMMAND_LINE) for key in dict.fromkeys(own)]
+    reserved = dict.fromkeys(key for key in (*keys[0], *keys[1], *keys[2]) if key in _RESERVED)
+    problems += [Problem(key=key, rule="is set by compare itself.", origin=COMMAND_LINE) for key in reserved]
     if twice := [key for key in keys[2] if key in (*keys[0], *keys[1]) or keys[2].count(key) > 1]:
         rule = "is given for both sides, and again: the first two words are A and B, and all others hold for both."
         problems.append(Problem(key=twice[0], rule=rule, origin=COMMAND_LINE))
@@ -94,7 +94,7 @@ def _split(words: Sequence[str]) -> list[str]:
         ['optimizer.lr=0.1', 'model.hidden=[1, 2]', '~clip']
     """
     parts = (re.split(r"\s+(?=\+{0,2}[A-Za-z_][\w./@-]*=|~[A-Za-z_])", word.strip()) for word in words)
-    return [text for found in parts for text in found if text]
+    return [text for texts in parts for text in texts if text]
 
 
 def _trained(call: Call, sides: list[Side], judged: Callable[..., PairedComparison]) -> PairedComparison:
@@ -106,14 +106,14 @@ def _trained(call: Call, sides: list[Side], judged: Callable[..., PairedComparis
     most: int = call.flags.get("max-pairs", BUDGET)
     if sides:
         changes = _split(call.overrides)
-        named = {" ".join(changes) or "as it is now": [*_arguments(sides[0]), *changes]}
+        overrides = {" ".join(changes) or "as it is now": [*_arguments(sides[0]), *changes]}
         seeds = [run.cfg.seed for run in sides[0].runs]
     else:
         shared = _split(call.overrides[2:])
-        named = {word or "as it is": [*shared, *_split([word])] for word in call.overrides[:2]}
+        overrides = {word or "as it is": [*shared, *_split([word])] for word in call.overrides[:2]}
         seeds = [*range(min(call.flags.get("pairs", _PAIRS), most))]
     trained, start = {}, Path()
-    for name, lines in named.items():
+    for name, lines in overrides.items():
         cfg = _planned(call, lines)
         state = state_of(cfg)
         grows = bool(sides) and sides[0].cfg.init_from is None is cfg.init_from and shapes_differ(sides[0].cfg, cfg)
@@ -121,8 +121,8 @@ def _trained(call: Call, sides: list[Side], judged: Callable[..., PairedComparis
             state = replace(state, config=f"{state.config} from {sides[0].cfg.model} of {sides[0].state}")
         side = _side(name, cfg, state)
         start = side.folder / STARTS if grows else start
-        own = [f"init_from={start}/seed_${{seed}}.safetensors"] if grows else []
-        trained[len(sides)] = ([*lines, *own], state)
+        init = [f"init_from={start}/seed_${{seed}}.safetensors"] if grows else []
+        trained[len(sides)] = ([*lines, *init], state)
         sides.append(side)
     if len(sides) == 1 or sides[0].state == sides[1].state:
         why = "config, sources, data, packages and threads are equal: nothing was run; another placement only rounds"
@@ -132,21 +132,21 @@ def _trained(call: Call, sides: list[Side], judged: Callable[..., PairedComparis
     notes = [f"other {part} than A" for part in trained[1][1].differing(earlier) if part != "config"] if earlier else []
     with SharedWarmStarter():
         while True:
-            for place, (lines, state) in trained.items():
-                for seed in seeds if place == 1 and start.name else ():
+            for index, (lines, state) in trained.items():
+                for seed in seeds if index == 1 and start.name else ():
                     write_start(sides[0].cfg, sides[1].cfg, seed, start / f"seed_{seed}.safetensors")
-                sides[place] = _with_runs(call, sides[place], lines, seeds)
-                if absent := sorted({*seeds} - sides[place].by_seed().keys()):
-                    told = f"no run of {sides[place].name} has ended with seed {', '.join(map(str, absent))}"
-                    notes.append(f"{told}: {sides[place].folder}")
-                if changed := [part for part in state_of(sides[place].cfg).differing(state) if part != "config"]:
-                    forget_state(sides[place].folder)
+                sides[index] = _with_runs(call, sides[index], lines, seeds)
+                if absent := sorted({*seeds} - sides[index].by_seed().keys()):
+                    text = f"no run of {sides[index].name} has ended with seed {', '.join(map(str, absent))}"
+                    notes.append(f"{text}: {sides[index].folder}")
+                if changed := [part for part in state_of(sides[index].cfg).differing(state) if part != "config"]:
+                    forget_state(sides[index].folder)
                     notes.append(f"{', '.join(changed)} changed while the runs trained: compare again")
-            found = judged(*sides, notes=[*dict.fromkeys(notes)])
-            more = found["more_pairs"]
+            comparison = judged(*sides, notes=[*dict.fromkeys(notes)])
+            more = comparison["more_pairs"]
             if "until-sure" not in call.flags or not more or len(seeds) >= most:
-                return found
-            sys.stderr.write(f"{found['line']}\n")
+                return comparison
+            sys.stderr.write(f"{comparison['line']}\n")
             at_once = max(1, count_gpus() or num_cores())
             seeds = [*range(min(most, len(seeds) + min(more, at_once)))]
 
@@ -154,14 +154,14 @@ def _trained(call: Call, sides: list[Side], judged: Callable[..., PairedComparis
 def _arguments(side: Side) -> list[str]:
     """Return the overrides of the runs of a side, without those that compare sets."""
     result = side.runs[0].result
-    given: Sequence[str] = result.arguments
-    if not given:
+    arguments: Sequence[str] = result.arguments
+    if not arguments:
         try:
             about = read_map(result.folder / "environment.json", {"argv": list}, optional={"begun": dict})
         except UnreadableError as error:
             raise refusal(side.name, f"does not record its command: {error}.") from error
-        given = [word for word in begun_by(about)[1:] if is_override(word)]
-    return [line for line in given if key_of(line) not in _OWN and not line.startswith(("sweep.", "hydra."))]
+        arguments = [word for word in begun_by(about)[1:] if is_override(word)]
+    return [line for line in arguments if key_of(line) not in _RESERVED and not line.startswith(("sweep.", "hydra."))]
 
 
 def _planned(call: Call, lines: Sequence[str]) -> RunConfig:
@@ -202,8 +202,8 @@ def _with_runs(call: Call, side: Side, lines: Sequence[str], seeds: Sequence[int
     if not lacking:
         return side
     quiet = [] if any(key_of(line) == "report_page" for line in lines) else ["report_page=false"]
-    own = (f"seed={','.join(map(str, lacking))}", setting("hydra.sweep.dir", side.folder))
-    overrides = replacing([*lines, *quiet], *own)
+    fixed = (f"seed={','.join(map(str, lacking))}", setting("hydra.sweep.dir", side.folder))
+    overrides = replacing([*lines, *quiet], *fixed)
     token = TERSE.set(True)
     try:
         with redirect_stdout(sys.stderr):

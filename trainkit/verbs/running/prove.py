@@ -87,7 +87,7 @@ def prove_points(
             same_cut="same-cut" in call.flags,
             command=call.command,
             log=log,
-            located=lambda place, error: points[place].with_origins(error),
+            located=lambda index, error: points[index].with_origins(error),
         )
     except ConfigError as error:
         raise points[0].with_origins(error) from error
@@ -104,7 +104,7 @@ def _run_resume(call: Call, points: Sequence[Composition]) -> int:
     begun = f"{steps} steps in {proof.precision}; {proof.disturbance}; resumed from step {proof.saved}"
     rows = []
     for label, comparisons in proof.resumed.items():
-        verdict, largest = worst(comparisons), max(comparisons, key=lambda each: each.error)
+        verdict, largest = worst(comparisons), max(comparisons, key=lambda comparison: comparison.error)
         rows.append([label, _WORDS[verdict], "" if verdict == "equal" else f"{largest.error:.1e} {largest.name}"])
     end = f"  the training ends as the undisturbed one: {'yes' if proof.holds else 'NO'}"
     lines = [begun, *row_lines(["resumed on", "weights", "largest error"], rows), end]
@@ -119,9 +119,9 @@ def problems(call: Call) -> Iterator[Problem]:
         for name in {"layouts", "static", "same-cut", "all"} & call.flags.keys():
             yield call.problem(name, "has no effect with --resume. Give one of the two.")
     if flag is None:
-        for name, of in (("json", "--layouts and --static"), ("world", "--static")):
+        for name, owner in (("json", "--layouts and --static"), ("world", "--static")):
             if name in call.flags:
-                yield call.problem(name, f"belongs to {of}. Give it too, or leave it out.")
+                yield call.problem(name, f"belongs to {owner}. Give it too, or leave it out.")
         return
     if flag == "layouts":
         idle = {"same-cut": "every layout has the same cut", "all": "a layout is one line"}
@@ -147,9 +147,9 @@ def _config_on(call: Call, mesh: Mapping[str, int]) -> RunConfig:
         ConfigError: it is refused.
     """
     idle = {f"strategy.{key}" for key, axis in _OF_AXIS.items() if mesh[axis] == 1}
-    own = [line for line in call.overrides if key_of(line) not in {"strategy", *idle}]
+    lines = [line for line in call.overrides if key_of(line) not in {"strategy", *idle}]
     sizes = [f"strategy.{axis}={size}" for axis, size in mesh.items()]
-    return replace(call, overrides=(*own, "strategy=mesh", *sizes)).compose().cfg
+    return replace(call, overrides=(*lines, "strategy=mesh", *sizes)).compose().cfg
 
 
 def _run_static(call: Call) -> int:
@@ -160,15 +160,15 @@ def _run_static(call: Call) -> int:
     proofs, refused = static.prove_static(partial(_config_on, call), world=world, log=line_printer("prove"))
     rows = [
         static.SetRow(
-            axes=list(one.axes), verdict=one.verdict, sizes=one.sizes, gradients=one.gradients, bytes=one.num_bytes,
-            findings=one.findings, reason=one.refused or one.unknown,
+            axes=list(proof.axes), verdict=proof.verdict, sizes=proof.sizes, gradients=proof.gradients,
+            bytes=proof.num_bytes, findings=proof.findings, reason=proof.refused or proof.unknown,
         )
-        for one in proofs
+        for proof in proofs
     ]  # fmt: skip
     meshes = static.verdicts(proofs, refused, world)
     document = static.StaticDocument(
         version=1, command=call.command, world=world, meshes={str(word): count for word, count in meshes.items()},
-        traces=sum(size.get("pipe", 1) for one in proofs for size in one.sizes), seconds=time.monotonic() - start,
+        traces=sum(size.get("pipe", 1) for proof in proofs for size in proof.sizes), seconds=time.monotonic() - start,
         holds=not meshes["wrong"] + meshes["unknown"], sets=rows, refused_sizes=dict(refused),
     )  # fmt: skip
     call.show(document, _static_lines(document))
@@ -184,21 +184,19 @@ def _static_lines(document: StaticDocument) -> Iterator[str]:
         [
             " x ".join(row["axes"]),
             f"{row['gradients']:,}" if row["sizes"] else "",
-            "; ".join(f"{along} {' '.join(f'{one:,}' for one in sizes)}" for along, sizes in row["bytes"].items()),
+            "; ".join(f"{along} {' '.join(f'{count:,}' for count in sizes)}" for along, sizes in row["bytes"].items()),
             f"{len(row['findings']):,}" if row["sizes"] else "",
             row["verdict"] if row["verdict"] in ("proven", "refused") else row["verdict"].upper(),
         ]
         for row in rows
     ]
     yield from row_lines(["axes", "gradients", "bytes summed over, by a rank", "findings", "verdict"], table)
-    told = [
-        (f"{row['verdict']}: {row['reason']}", " x ".join(row["axes"])) for row in rows if row["reason"] is not None
-    ]
-    sizes = document["refused_sizes"].items()
-    told += [(f"refused: {reason.removeprefix(f'strategy.{size}: ')}", size) for size, reason in sizes]
-    for reason, which in _by_reason(told).items():
+    by_reason = _by_reason(rows, [" x ".join(row["axes"]) for row in rows])
+    for size, reason in document["refused_sizes"].items():
+        by_reason.setdefault(f"refused: {reason.removeprefix(f'strategy.{size}: ')}", []).append(size)
+    for reason, labels in by_reason.items():
         yield f"  {reason}"
-        yield f"    {', '.join(which)}"
+        yield f"    {', '.join(labels)}"
     for row in rows:
         yield from (f"  {line}" for line in row["findings"][:_SHOWN])
         if len(row["findings"]) > _SHOWN:
@@ -220,9 +218,9 @@ def _run_layouts(call: Call) -> int:
 
     layouts = [(mesh, composed(mesh)) for mesh in meshes(ranks)]
     proofs = list(prove_layouts(layouts, steps=steps, log=line_printer("prove")))
-    rows = [row_of(one) for one in proofs]
+    rows = [row_of(proof) for proof in proofs]
     document = LayoutsDocument(
-        version=1, command=call.command, ranks=ranks, steps=steps, holds=not any(one.differs for one in proofs),
+        version=1, command=call.command, ranks=ranks, steps=steps, holds=not any(proof.differs for proof in proofs),
         differing_axes=list(differing_axes(proofs)), layouts=rows,
     )  # fmt: skip
     call.show(document, _layout_lines(document, proofs))
@@ -231,25 +229,24 @@ def _run_layouts(call: Call) -> int:
 
 _SHOWN: Final = 5
 """Findings of a set of axes that are shown; `--json` has all."""
-_SAID: Final = {**_WORDS, "refused": "refused", "failed": "FAILED"}
+_VERDICTS: Final = {**_WORDS, "refused": "refused", "failed": "FAILED"}
 
 
 def _layout_lines(document: LayoutsDocument, proofs: Sequence[LayoutProof]) -> Iterator[str]:
     """Yield one table with a line for each layout, the refusals, and the explanation of the first that differs."""
     rows = document["layouts"]
-    numbers = next((one.numbers for one in proofs if one.numbers is not None), None)
+    numbers = next((proof.numbers for proof in proofs if proof.numbers is not None), None)
     cut = "" if numbers is None else f" in {numbers.precision}, all with batch.micro_size={numbers.micro_size}"
     steps = f"{document['steps']} steps{cut}"
     yield f"{len(rows)} layouts of {document['ranks']} ranks, each compared with one_device: {steps}"
     names = ("initial", "losses", "gradients", "weights")
     header = ["layout", "initial weights", *names[1:], "verdict"]
     cells = ([_cell(row[name]) for name in names] for row in rows)  # type: ignore[literal-required]
-    table = [[mesh_text(row["mesh"]), *cell, _SAID[row["verdict"]]] for row, cell in zip(rows, cells, strict=True)]
+    table = [[mesh_text(row["mesh"]), *cell, _VERDICTS[row["verdict"]]] for row, cell in zip(rows, cells, strict=True)]
     yield from row_lines(header, table)
-    told = [(f"{row['verdict']}: {row['reason']}", mesh_text(row["mesh"])) for row in rows if row["reason"] is not None]
-    for reason, which in _by_reason(told).items():
+    for reason, labels in _by_reason(rows, [mesh_text(row["mesh"]) for row in rows]).items():
         yield f"  {reason}"
-        yield f"    {len(which)} layout{'' if len(which) == 1 else 's'}: {', '.join(which)}"
+        yield f"    {len(labels)} layout{'' if len(labels) == 1 else 's'}: {', '.join(labels)}"
     if document["holds"]:
         yield "  every layout that is not refused trains as one device does: yes"
         return
@@ -262,12 +259,13 @@ def _layout_lines(document: LayoutsDocument, proofs: Sequence[LayoutProof]) -> I
     yield from (f"    {line}" for line in (first["ratio"], *first["explanation"]) if line)
 
 
-def _by_reason(told: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
-    """Return reason -> what has it, in the order in which they come first."""
-    found: dict[str, list[str]] = {}
-    for reason, which in told:
-        found.setdefault(reason, []).append(which)
-    return found
+def _by_reason(rows: Iterable[Mapping[str, object]], labels: Iterable[str]) -> dict[str, list[str]]:
+    """Return verdict and reason -> labels of the rows that have them, in the order of their first rows."""
+    by_reason: dict[str, list[str]] = {}
+    for row, label in zip(rows, labels, strict=True):
+        if row["reason"] is not None:
+            by_reason.setdefault(f"{row['verdict']}: {row['reason']}", []).append(label)
+    return by_reason
 
 
 def _cell(error: float | None) -> str:
@@ -276,9 +274,9 @@ def _cell(error: float | None) -> str:
 
 def _label(point: Composition, common: Container[str]) -> str:
     """Return the strategy, its keys set on the command line, and the arguments in which the candidate differs."""
-    others = [line for line in point.overrides if not line.startswith("strategy=")]
-    own = [line for line in others if line.startswith("strategy.") or line not in common]
-    return " ".join([f"strategy={point.choices.get('strategy')}", *own])
+    lines = [line for line in point.overrides if not line.startswith("strategy=")]
+    shown = [line for line in lines if line.startswith("strategy.") or line not in common]
+    return " ".join([f"strategy={point.choices.get('strategy')}", *shown])
 
 
 def report_lines(proof: Proof, *, every: bool = False) -> Iterator[str]:
@@ -294,7 +292,7 @@ def report_lines(proof: Proof, *, every: bool = False) -> Iterator[str]:
 
 
 def _second_answer(numbers: Numbers, *, every: bool) -> Iterator[str]:
-    worst = max(numbers.comparisons, key=lambda one: one.error)
+    worst = max(numbers.comparisons, key=lambda item: item.error)
     answer = "NO" if numbers.verdict == "different" else f"yes, {_WORDS[numbers.verdict]}"
     yield f"  the same numbers, both with batch.micro_size={numbers.micro_size}: {answer}"
     steps = numbers.steps
@@ -305,26 +303,26 @@ def _second_answer(numbers: Numbers, *, every: bool) -> Iterator[str]:
     elif numbers.verdict == "rounding":
         yield f"    largest relative error {worst.error:.2g}, {worst.name}"
     yield from (f"    {line}" for line in numbers.explanation)
-    verdicts = [one.verdict for one in numbers.comparisons]
+    verdicts = [item.verdict for item in numbers.comparisons]
     counts = (f"{verdicts.count(verdict)} {words}" for verdict, words in _WORDS.items() if verdict in verdicts)
     yield f"    {len(verdicts)} parameters and buffers: {', '.join(counts)}"
     yield from _gradients(numbers)
-    without = [one.name for one in numbers.comparisons if one.no_gradient]
+    without = [item.name for item in numbers.comparisons if item.no_gradient]
     if without:
         yield f"    gradients of rounding only, compared within 1e-8 of the summed learning rates: {', '.join(without)}"
-    shown = [one for one in (*numbers.comparisons, *numbers.gradients) if every or one.verdict == "different"]
-    width = max((len(one.name) for one in shown), default=0)
-    for one in shown:
-        since = "" if one.first_step is None else f"  since step {one.first_step}, relative error {one.error:.2g}"
-        yield f"      {one.name:<{width}}  {_WORDS[one.verdict]}{since}"
+    shown = [item for item in (*numbers.comparisons, *numbers.gradients) if every or item.verdict == "different"]
+    width = max((len(item.name) for item in shown), default=0)
+    for item in shown:
+        since = "" if item.first_step is None else f"  since step {item.first_step}, relative error {item.error:.2g}"
+        yield f"      {item.name:<{width}}  {_WORDS[item.verdict]}{since}"
 
 
 def _gradients(numbers: Numbers) -> Iterator[str]:
     if not numbers.gradients:
         yield "        gradients are not compared: a different training by design, or several optimizers"
         return
-    worst = max(numbers.gradients, key=lambda one: one.error)
-    wrong = sum(one.verdict == "different" for one in numbers.gradients)
-    found = f"{wrong} DIFFERENT" if wrong else "equal up to rounding"
-    yield f"    {len(numbers.gradients)} gradients compared with a plain loop: {found}"
+    worst = max(numbers.gradients, key=lambda item: item.error)
+    wrong = sum(item.verdict == "different" for item in numbers.gradients)
+    verdict = f"{wrong} DIFFERENT" if wrong else "equal up to rounding"
+    yield f"    {len(numbers.gradients)} gradients compared with a plain loop: {verdict}"
     yield f"      largest relative error {worst.error:.2g}, {worst.name}"

@@ -48,8 +48,8 @@ def run(call: Call) -> int:
     except UnreadableError as error:
         rule = f"has no result with the hash of its weights: {error.reason}. A run must end, or be stopped by Ctrl-C, "
         raise refusal(str(folder), f"{rule}first.") from None
-    code = [one for one in [folder / "code"] if one.is_dir()]  # the sources that the run has saved
-    packages = sorted({path.stem for one in code for path in one.iterdir() if path.is_dir() or path.suffix == ".py"})
+    code = [path for path in [folder / "code"] if path.is_dir()]  # the sources that the run has saved
+    packages = sorted({path.stem for src in code for path in src.iterdir() if path.is_dir() or path.suffix == ".py"})
     with importable(code, first=True), _threads_of(folder):
         cfg = run_config(folder)
         if result.get("own_loss"):
@@ -77,7 +77,7 @@ def run(call: Call) -> int:
         )
         differing = list(_elsewhere(folder, again))
         if not quiet:
-            sys.stdout.writelines(f"differs here: {one}\n" for one in differing)
+            sys.stdout.writelines(f"differs here: {text}\n" for text in differing)
         done = train(again, run_dir=call.flags.get("out"), packages=[*call.packages, *packages])
     if done.get("steps") != steps or done.get("weights_sha256") is None:
         sys.stderr.write(f"the replay ended after {done.get('steps')} of {steps} steps: {done.get('reason')}\n")
@@ -121,20 +121,20 @@ def _elsewhere(folder: Path, cfg: RunConfig) -> Iterator[str]:
     from trainkit.run.begin import devices, git_state, packages  # noqa: PLC0415 - imports torch
 
     try:
-        then = read_map(folder / "environment.json", {"packages": dict, "devices": dict, "host": str, "python": str})
+        facts = read_map(folder / "environment.json", {"packages": dict, "devices": dict, "host": str, "python": str})
     except UnreadableError as error:
         yield f"where it was trained is not known: {error}"
         return
-    here = {"host": socket.gethostname(), "system": platform.platform(), "python": platform.python_version()}
-    now = {**here, **packages(cfg.to_dict()), **devices()}
-    before = {**{name: then.get(name) for name in here}, **then["packages"], **then["devices"]}
+    system = {"host": socket.gethostname(), "system": platform.platform(), "python": platform.python_version()}
+    current = {**system, **packages(cfg.to_dict()), **devices()}
+    before = {**{name: facts.get(name) for name in system}, **facts["packages"], **facts["devices"]}
     for name, value in before.items():
-        if value != now.get(name):
-            yield f"{name} was {value}, and is {now.get(name)}"
-    commits = [{} if one is None else one for one in (then.get("git"), git_state())]
+        if value != current.get(name):
+            yield f"{name} was {value}, and is {current.get(name)}"
+    commits = [{} if commit is None else commit for commit in (facts.get("git"), git_state())]
     if commits[0].get("commit") != commits[1].get("commit"):
         yield f"sources: commit was {commits[0].get('commit')}, and is {commits[1].get('commit')}"
-    elif any(one.get("dirty") for one in commits):
+    elif any(commit.get("dirty") for commit in commits):
         yield "sources: tracked files of this folder are, or were, changed since their commit"
     for path in sorted((folder / "code").rglob("*.py")):
         other = Path(path.relative_to(folder / "code"))
@@ -145,13 +145,13 @@ def _elsewhere(folder: Path, cfg: RunConfig) -> Iterator[str]:
 def rows_of(folder: Path) -> Rows:
     """Return the rows of `metrics.jsonl`; of a step that was logged again, the last one."""
     rows: dict[tuple[int, int], Mapping[str, Any]] = {}
-    before = 0
+    last = 0
     with suppress(UnreadableError, OSError, ValueError, KeyError, TypeError):  # the weights decide
         for line in read_lines(folder / "metrics.jsonl"):
             row = parse_json(line)
             step, is_evaluation = int(row["step"]), "samples" not in row
-            rows[step, -1 if is_evaluation else before] = {**rows.get((step, -1), {}), **row} if is_evaluation else row
-            before = before if is_evaluation else step
+            rows[step, -1 if is_evaluation else last] = {**rows.get((step, -1), {}), **row} if is_evaluation else row
+            last = last if is_evaluation else step
     return rows
 
 
@@ -170,16 +170,16 @@ def first_difference(recorded: Rows, replayed: Rows) -> FirstDifference | None:
     return None
 
 
-def _lines(found: Replay) -> Iterator[str]:
-    steps = f"{found['steps']:,} step{'' if found['steps'] == 1 else 's'}"
-    if found["same"]:
-        yield f"the same bits: {steps}, {found['rows']} rows of metrics, weights {found['weights_sha256'][:12]}"
+def _lines(document: Replay) -> Iterator[str]:
+    steps = f"{document['steps']:,} step{'' if document['steps'] == 1 else 's'}"
+    if document["same"]:
+        yield f"the same bits: {steps}, {document['rows']} rows of metrics, weights {document['weights_sha256'][:12]}"
         return
-    if (first := found["first"]) is None:
-        yield f"differs: in the weights after {steps}; {found['rows']} rows of metrics are equal"
+    if (first := document["first"]) is None:
+        yield f"differs: in the weights after {steps}; {document['rows']} rows of metrics are equal"
     else:
         values = f"{first['recorded']} was recorded, and is {first['replayed']}"
         yield f"differs: first at step {first['step']} in {first['name']}: {values}"
-    yield f"  weights {found['weights_sha256'][:12]} were recorded, and are {found['replayed_sha256'][:12]}"
-    if not found["differing"]:
+    yield f"  weights {document['weights_sha256'][:12]} were recorded, and are {document['replayed_sha256'][:12]}"
+    if not document["differing"]:
         yield "  nothing else is known to differ: numerics.reproducible=true repeats its bits on any placement"

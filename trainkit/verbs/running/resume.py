@@ -40,23 +40,24 @@ def run(call: Call) -> int:
     except ConfigError as error:
         if type(error) is not ConfigError:
             raise
-        raise composition.with_origins(ConfigError(_about_given(error.problems, composition.given_keys))) from None
+        raise composition.with_origins(ConfigError(_about_keys(error.problems, composition.given_keys))) from None
 
 
-def _about_given(problems: Sequence[Problem], given: Collection[str]) -> Iterator[Problem]:
+def _about_keys(problems: Sequence[Problem], keys: Collection[str]) -> Iterator[Problem]:
     """Yield the problems about keys that the person has given: a choice of a group stands for the keys that it sets.
 
     A strategy that cannot keep the guarantee of a reproducible run is told how it is given up.
     """
-    groups = {key for key in given if "." not in key}
-    by_choice: dict[str, list[Problem]] = {}
-    for one in problems:
-        group = one.key.partition(".")[0]
-        if one.key not in given and group in groups and "the run to resume" in one.rule:
-            by_choice.setdefault(group, []).append(one)
-        elif "numerics.reproducible=true" in f"{one.key}={str(one.value).lower()} {one.rule}":
-            yield replace(one, rule=f"{one.rule} To continue the run without that guarantee: --give-up-reproducible.")
+    groups = {key for key in keys if "." not in key}
+    by_choice: dict[str, Problem] = {}
+    for problem in problems:
+        group = problem.key.partition(".")[0]
+        if problem.key not in keys and group in groups and "the run to resume" in problem.rule:
+            by_choice.setdefault(group, problem)
+        elif "numerics.reproducible=true" in f"{problem.key}={str(problem.value).lower()} {problem.rule}":
+            rule = f"{problem.rule} To continue the run without that guarantee: --give-up-reproducible."
+            yield replace(problem, rule=rule)
         else:
-            yield one
-    for group, (first, *_) in by_choice.items():
+            yield problem
+    for group, first in by_choice.items():
         yield Problem(key=group, rule=f"sets {first.key}={first.value}: {first.rule}")

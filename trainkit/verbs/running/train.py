@@ -41,8 +41,8 @@ def run(call: Call) -> int:
         composition = checked_values(composition)
         from trainkit.run.runner import train_composition  # noqa: PLC0415 - imports torch
 
-        kept = nullcontext if call.file is None else functools.partial(kept_in, file=call.file)
-        return exit_code(train_composition(composition, choose_workers=choose_workers, kept_in=kept))
+        copying = nullcontext if call.file is None else functools.partial(kept_in, file=call.file)
+        return exit_code(train_composition(composition, choose_workers=choose_workers, kept_in=copying))
 
 
 def template_of(composition: Composition) -> AbstractContextManager[None]:
@@ -60,18 +60,18 @@ def template_of(composition: Composition) -> AbstractContextManager[None]:
     if "torch" in sys.modules or not local or not str(strategy.get("_target_")).startswith("trainkit."):
         return nullcontext()
     try:
-        several = values["eval"]["beside"] or build(strategy, "strategy").num_processes(0) > 1
+        is_parallel = values["eval"]["beside"] or build(strategy, "strategy").num_processes(0) > 1
     except (TrainkitError, TypeError, ValueError):  # the check that follows names the keys
         return nullcontext()
-    return template() if several else nullcontext()
+    return template() if is_parallel else nullcontext()
 
 
 def template_of_job(call: Call) -> AbstractContextManager[None]:
     """Return the same block for a prediction or evaluation, which has one rank unless its command names a strategy."""
     from trainkit.run.process.fork_server import template  # noqa: PLC0415 - nothing is imported to refuse an argument
 
-    named = any(key_of(line).partition(".")[0] == "strategy" for line in call.overrides)
-    return template() if named else nullcontext()
+    has_strategy = any(key_of(line).partition(".")[0] == "strategy" for line in call.overrides)
+    return template() if has_strategy else nullcontext()
 
 
 def refuse_environment(composition: Composition) -> None:
@@ -115,9 +115,9 @@ def sweep(call: Call) -> int:
     rules = dict.fromkeys(("hydra.run.dir", "hydra.run"), "is the folder of a single run. Give hydra.sweep.dir.")
     if call.multirun:
         rules["hydra.mode"] = "has no effect with -m."
-    given = [(key_of(line), line.partition("=")[2]) for line in call.overrides if key_of(line) in rules]
+    pairs = [(key_of(line), line.partition("=")[2]) for line in call.overrides if key_of(line) in rules]
     problems = [*launch_problems("-m", "run every point", start)]
-    problems += [Problem(key=key, value=text, rule=rules[key], origin=COMMAND_LINE) for key, text in given]
+    problems += [Problem(key=key, value=text, rule=rules[key], origin=COMMAND_LINE) for key, text in pairs]
     refuse(problems)
     call = expand_folds(call)
     points = sweep_points(call.overrides, call.config_dirs, call.packages)
@@ -163,17 +163,17 @@ def _plan_within_budget(
     planned: list[tuple[float, float] | None] = []
 
     def checked(plan: RunPlan, model: nn.Module) -> Sequence[Problem]:
-        found, outlook = check(plan, model), outlook_of(plan, model)
+        problems, outlook = check(plan, model), outlook_of(plan, model)
         seconds = plan.stop_after_s if outlook.budget is None else outlook.budget.hours.middle * 3600
         devices = plan.components.strategy.num_slots(slots.count if slots.on_gpus else 0)
         planned.append(None if seconds is None else (seconds, devices / slots.jobs_per_device))
-        return found
+        return problems
 
     plan_all_points(points, check=checked)
-    known = [one for one in planned if one is not None]
-    if budget is not None and known and cfg.sweep.resume is None:
-        budget.refuse(known, slots=slots.count, jobs=cfg.sweep.trials or len(points))
-    if len(known) < len(planned) or not planned:
+    durations = [item for item in planned if item is not None]
+    if budget is not None and durations and cfg.sweep.resume is None:
+        budget.refuse(durations, slots=slots.count, jobs=cfg.sweep.trials or len(points))
+    if len(durations) < len(planned) or not planned:
         text = "is not held against plans: the time of a job is not known. Give hardware=this"
         sys.stdout.write(f"note: sweep.budget={cfg.sweep.budget} {text}\n")
 
@@ -198,8 +198,8 @@ def _gpus_elsewhere(point: Composition) -> int | None:
     if point.launcher != "submitit_slurm":
         return None
     key = "hydra.launcher.gpus_per_node"
-    given = [line.partition("=")[2] for line in point.hydra_overrides if key_of(line) == key]
-    return whole_number(given[-1], low=0, high=MOST_PROCESSES) or 0 if given else 0
+    values = [line.partition("=")[2] for line in point.hydra_overrides if key_of(line) == key]
+    return whole_number(values[-1], low=0, high=MOST_PROCESSES) or 0 if values else 0
 
 
 def _check_point(composition: Composition) -> Composition:

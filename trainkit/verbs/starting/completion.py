@@ -59,19 +59,19 @@ def candidates(line: str, call: Call) -> list[str]:
     flags, others, problems = parsed(verb, words)
     if words and words[-1] in [problem.key for problem in problems]:  # the shell completes the value of a flag
         return []
-    found = []
+    matches = []
     choices = VERBS if verb is None else VERBS[verb].words
     if not any(word in others for word in choices):
-        found += [word for word in choices if word.startswith(last) and last[:1] != "-"]
+        matches += [word for word in choices if word.startswith(last) and last[:1] != "-"]
     if last.startswith("-"):
         return [f"--{name}" for name in parser_of(verb)[1] if f"--{name}".startswith(last)]
     from trainkit.config.compose.jobs import complete  # noqa: PLC0415 - only where a key or choice is being completed
 
     overrides = [word for word in others if "=" in word]
-    given = [Path(name).expanduser() for name in flags.get("config-dir", ())]
-    return found + complete(
+    folders = [Path(name).expanduser() for name in flags.get("config-dir", ())]
+    return matches + complete(
         " ".join([*overrides, last]) if last else " ".join(overrides) + " ",
-        config_dirs=[*call.config_dirs, *(folder for folder in given if folder.is_dir())],
+        config_dirs=[*call.config_dirs, *(folder for folder in folders if folder.is_dir())],
     )
 
 

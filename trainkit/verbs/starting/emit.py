@@ -40,8 +40,8 @@ def run(call: Call) -> int:
     job = _job(call, composition, engine, strategy)
     _refuse_what_cannot_run(composition, engine, job, strategy)
     text = engine.write(job)
-    named = {key_of(line): variable_of(line.partition("=")[2].strip("'\"")) for line in call.overrides}
-    if names := ", ".join(f"{variable} ({key})" for key, variable in named.items() if variable):
+    variables = {key_of(line): variable_of(line.partition("=")[2].strip("'\"")) for line in call.overrides}
+    if names := ", ".join(f"{variable} ({key})" for key, variable in variables.items() if variable):
         remark = f"# Secrets are not written here. Set these variables on the hosts of the run: {names}\n"
         first, newline, rest = text.partition("\n")
         text = f"{first}{newline}{remark}{rest}" if first.startswith("#!") else f"{remark}{text}"
@@ -61,9 +61,9 @@ def problems(call: Call) -> Iterator[Problem]:
         if flag not in (*_COMMON, *options):
             takers = [other for other, candidate in ENGINES.items() if flag in candidate.options.split()]
             yield call.problem(flag, f"has no effect on {name}: only {', '.join(takers)} use it.")
-    pattern, place = ("[^:]+:/.*", "SERVER:/PATH of NFS") if name == "vertex" else ("[^:]+", "the name of a volume")
+    pattern, form = ("[^:]+:/.*", "SERVER:/PATH of NFS") if name == "vertex" else ("[^:]+", "the name of a volume")
     if "shared" in flags and not re.fullmatch(pattern, flags["shared"]):
-        yield call.problem("shared", f"must be {place}.")
+        yield call.problem("shared", f"must be {form}.")
     if "gpus-per-host" in flags and "processes-per-host" in flags:
         yield call.problem("processes-per-host", "a host has processes with or without GPUs: give only one of the two.")
     if (total := hosts * per_host) > _MOST_RANKS:
@@ -76,7 +76,7 @@ def problems(call: Call) -> Iterator[Problem]:
     needed |= dict.fromkeys(engine.hosts_need, " for several hosts") if hosts > 1 else {}
     for flag, why in needed.items():
         if flag not in flags and not (flag == "shared" and _has_shared_folder(call)):
-            shown = next(one.name for one in VERBS["emit"].flags if one.name.startswith(f"--{flag} "))
+            shown = next(item.name for item in VERBS["emit"].flags if item.name.startswith(f"--{flag} "))
             also = " They write into one run folder; or give hydra.run.dir, a folder that all see."
             rule = f"is missing: {name} needs it{why}. {shown}.{also if flag == 'shared' else ''}"
             yield call.problem(flag, rule)
@@ -172,10 +172,10 @@ def _refuse_what_cannot_run(composition: Composition, engine: Engine, job: Manif
         precision=build(cfg.precision, "precision").value,
         launch=job.launch(kind=engine.kind, takes_devices=engine.takes_devices),
     )
-    own = {"cluster": composition.choices.get("cluster"), "cluster.launcher": node.get("launcher", "auto")}
-    key = "cluster" if own["cluster"] != "local" else "cluster.launcher"
+    settings = {"cluster": composition.choices.get("cluster"), "cluster.launcher": node.get("launcher", "auto")}
+    key = "cluster" if settings["cluster"] != "local" else "cluster.launcher"
     rule = "the engine sets the tasks. Leave it out."
-    wrong = [] if own[key] == "auto" else [Problem(key=key, value=own[key], rule=rule)]
+    wrong = [] if settings[key] == "auto" else [Problem(key=key, value=settings[key], rule=rule)]
     wrong += strategy.validate(facts)
     if not wrong:
         sizes = batch_sizes(cfg, strategy, facts)

@@ -24,16 +24,16 @@ _LONGEST: Final = 100
 def run(call: Call) -> int:
     """Write the package into the new folder NAME of the current folder, and print the first commands."""
     name = call.arguments[0]
-    problems = [rule for rule in (_name_problem(name), _place_problem(Path(name))) if rule]
+    problems = [rule for rule in (_name_problem(name), _folder_problem(Path(name))) if rule]
     if problems:
         raise ConfigError([Problem(key="init", value=name, rule=rule, origin="command line") for rule in problems])
     write_package(Path(name))
-    own = f"--config-dir conf --allow-package {name}"
+    flags = f"--config-dir conf --allow-package {name}"
     lines = [
         f"wrote {name}/: model, data, objective, metric, callback, recipe and tests; README.md explains each file",
         f"  cd {name}",
-        f"  trainkit {own} recipe=spirals",
-        f"  trainkit prove {own} recipe=spirals strategy=mirrored strategy.replicas=2 --steps 4",
+        f"  trainkit {flags} recipe=spirals",
+        f"  trainkit prove {flags} recipe=spirals strategy=mirrored strategy.replicas=2 --steps 4",
     ]
     sys.stdout.write("\n".join([*lines, ""]))
     return 0
@@ -85,17 +85,17 @@ def _name_problem(name: str) -> str | None:
 def _is_installed(name: str) -> bool:
     """Return whether a module of this name can be imported from outside of the current folder."""
     try:
-        found = importlib.util.find_spec(name)
+        spec = importlib.util.find_spec(name)
     except (ImportError, ValueError):
         return True
-    if found is None:
+    if spec is None:
         return False
-    places = [found.origin] if found.origin else list(found.submodule_search_locations or ())
-    here = Path.cwd()
-    return not all(Path(place).absolute().is_relative_to(here) for place in places)
+    paths = [spec.origin] if spec.origin else list(spec.submodule_search_locations or ())
+    cwd = Path.cwd()
+    return not all(Path(path).absolute().is_relative_to(cwd) for path in paths)
 
 
-def _place_problem(folder: Path) -> str | None:
+def _folder_problem(folder: Path) -> str | None:
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
         return "a file of this name exists here. Choose another name, or move the file."
     if folder.is_dir() and any(folder.iterdir()):

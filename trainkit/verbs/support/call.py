@@ -44,10 +44,10 @@ _OF_TRAINKIT: Final = (
 class _Once(Action):
     """Store the value of a flag, which is given once."""
 
-    def __call__(self, _: Any, found: Namespace, value: Any, *_name: Any) -> None:
-        if hasattr(found, self.dest):
+    def __call__(self, _: Any, namespace: Namespace, value: Any, *_name: Any) -> None:
+        if hasattr(namespace, self.dest):
             raise ArgumentError(self, f"is given twice, also as {value}. Give it once.")
-        setattr(found, self.dest, value)
+        setattr(namespace, self.dest, value)
 
 
 class _Refused(Action):
@@ -64,31 +64,31 @@ def module_of(verb: str) -> Any:
 
 def parser_of(verb: str | None) -> tuple[ArgumentParser, dict[str, Action]]:
     """Return the parser of a verb, or of a line that names none, and its flags by name."""
-    found = VERBS.get(verb or "")
+    spec = VERBS.get(verb or "")
     about = "One config, the same training anywhere. Without a verb it trains; without arguments, on the digits."
     parser = ArgumentParser(
         prog="trainkit",
-        usage=f"trainkit {verb} {found.usage}" if found else "trainkit [VERB] [ARGUMENTS] [--flags] OVERRIDES",
-        description=f"{found.about}\n\nexample: trainkit {verb} {found.example}" if found else about,
-        epilog=None if found else _EPILOG,
+        usage=f"trainkit {verb} {spec.usage}" if spec else "trainkit [VERB] [ARGUMENTS] [--flags] OVERRIDES",
+        description=f"{spec.about}\n\nexample: trainkit {verb} {spec.example}" if spec else about,
+        epilog=None if spec else _EPILOG,
         formatter_class=RawDescriptionHelpFormatter,
         argument_default=SUPPRESS,
         add_help=False,
         allow_abbrev=False,
         exit_on_error=False,
     )
-    known = dict[str, Action]()
+    actions = dict[str, Action]()
     group = parser.add_argument_group("flags")
 
     def add(*names: str, **settings: Any) -> None:
         action = group.add_argument(*names, **settings)
-        known[names[-1].removeprefix("--")] = action
+        actions[names[-1].removeprefix("--")] = action
 
     parser.register("action", None, _Once)
-    if found and found.flags:
-        for name, about, read in found.flags:
+    if spec and spec.flags:
+        for name, about, reader in spec.flags:
             flag, _, metavar = name.partition(" ")
-            settings = {"metavar": metavar, "type": read} if metavar else {"action": "store_true"}
+            settings = {"metavar": metavar, "type": reader} if metavar else {"action": "store_true"}
             add(flag, help=about, **settings)
         group = parser.add_argument_group("flags of every verb")
     add("-h", "--help", action="store_true", help="show this, or the help of the verb")
@@ -105,7 +105,7 @@ def parser_of(verb: str | None) -> tuple[ArgumentParser, dict[str, Action]]:
     add("-sc", "--shell-completion", metavar="install=SHELL", help=about)
     for names, instead in _REFUSED.items():
         parser.add_argument(*names, action=_Refused, nargs="?", const=instead, help=SUPPRESS)
-    return parser, known
+    return parser, actions
 
 
 _EPILOG: Final = "\n".join(
@@ -127,35 +127,35 @@ _EPILOG: Final = "\n".join(
 
 def parsed(verb: str | None, words: Iterable[str]) -> tuple[dict[str, Any], list[str], list[Problem]]:
     """Return the flags among some words, all other words, and the problems of the flags."""
-    parser, known = parser_of(verb)
+    parser, actions = parser_of(verb)
     words, problems = list(words), list[Problem]()
     while True:
         try:
-            found, others = parser.parse_known_args(words)
+            namespace, others = parser.parse_known_args(words)
         except ArgumentError as error:  # argparse stops at the first one: take it out, and go on
-            problems.append(_taken_out(words, error, known))
+            problems.append(_drop_refused(words, error, actions))
         else:
             break
-    for word in [one for one in others if one.startswith("-") and len(one) > 1]:
-        near = closest(word.lstrip("-").partition("=")[0], known)
+    for word in [other for other in others if other.startswith("-") and len(other) > 1]:
+        near = closest(word.lstrip("-").partition("=")[0], actions)
         rule = "no such flag." + (f" Did you mean --{near}?" if near else " trainkit --help shows them.")
         problems.append(Problem(key=word, rule=rule, origin=COMMAND_LINE))
         others.remove(word)
-    return {name.replace("_", "-"): value for name, value in vars(found).items()}, others, problems
+    return {name.replace("_", "-"): value for name, value in vars(namespace).items()}, others, problems
 
 
-def _taken_out(words: list[str], error: ArgumentError, known: Mapping[str, Action]) -> Problem:
+def _drop_refused(words: list[str], error: ArgumentError, actions: Mapping[str, Action]) -> Problem:
     """Remove the flag that argparse refuses, with its value; return its problem."""
     names = str(error.argument_name).split("/")
-    place = next(place for place, word in enumerate(words) if word.partition("=")[0] in names)
-    word, has_value, value = words.pop(place).partition("=")
+    index = next(index for index, word in enumerate(words) if word.partition("=")[0] in names)
+    word, has_value, value = words.pop(index).partition("=")
     flag = names[-1].removeprefix("--")
-    action = known.get(flag)
+    action = actions.get(flag)
     if action is not None and action.nargs == 0:
         rule = f"--{flag} takes no value."
     else:
-        if action is not None and not has_value and place < len(words):
-            value = words.pop(place)
+        if action is not None and not has_value and index < len(words):
+            value = words.pop(index)
         rule = error.message if value or action is None else f"needs a value: --{flag} {action.metavar}."
     return Problem(key=word, value=value or MISSING, rule=rule, origin=COMMAND_LINE)
 
@@ -166,11 +166,11 @@ def verb_of(words: Sequence[str]) -> tuple[str | None, list[str]]:
     Flags may stand before the verb: it is the first verb with nothing but its flags, their values and overrides
     before it.
     """
-    for place, word in enumerate(words):
+    for index, word in enumerate(words):
         if word in VERBS:
-            _, others, problems = parsed(word, words[:place])
-            if all(map(is_override, others)) and not any(one.value is MISSING for one in problems):
-                return word, [*words[:place], *words[place + 1 :]]
+            _, others, problems = parsed(word, words[:index])
+            if all(map(is_override, others)) and not any(problem.value is MISSING for problem in problems):
+                return word, [*words[:index], *words[index + 1 :]]
     return None, list(words)
 
 
@@ -190,7 +190,7 @@ def parse(words: Sequence[str]) -> tuple[Call, dict[str, Any]]:
     """
     verb, rest = verb_of(words)
     end = rest.index("--") if "--" in rest else len(rest)
-    found, others, problems = parsed(verb, rest[:end])
+    flags, others, problems = parsed(verb, rest[:end])
     bare, overrides = list[str](), list[str]()
     for word in others:
         is_side = not word and verb == "compare"  # a set without overrides
@@ -200,21 +200,21 @@ def parse(words: Sequence[str]) -> tuple[Call, dict[str, Any]]:
             literal = str(Path(word)).startswith("~") and os.path.lexists(word)  # no user's home
             bare.append(str(Path(word).absolute()) if literal else word)
     bare += rest[end + 1 :]
-    folders = found.get("config-dir", ())
+    folders = flags.get("config-dir", ())
     broken = [(path, rule) for path in (*bare, *folders) if (rule := path_rule(path))]
     problems += [Problem(key=path, rule=rule, origin=COMMAND_LINE) for path, rule in broken]
-    packages = [name for text in found.get("allow-package", ()) for name in text.split(",")]
+    packages = [name for text in flags.get("allow-package", ()) for name in text.split(",")]
     has_all = True  # else its keys cannot be judged
     project, file = None, next((word for word in bare if word.endswith(".py")), None)
     try:
-        project = None if "no-project" in found else find_project(Path.cwd())
+        project = None if "no-project" in flags else find_project(Path.cwd())
     except ConfigError as error:
         problems, has_all = [*problems, *error.problems], False
     if file is not None and VERBS[verb or "train"].composes:
         bare.remove(file)
         try:
-            own, package = arguments_of(file, overrides)
-            overrides, packages = [*own, *overrides], [*packages, package]
+            implied, package = arguments_of(file, overrides)
+            overrides, packages = [*implied, *overrides], [*packages, package]
         except ConfigError as error:
             problems, has_all = [*problems, *error.problems], False
     else:
@@ -223,28 +223,28 @@ def parse(words: Sequence[str]) -> tuple[Call, dict[str, Any]]:
         is_key = re.fullmatch(r"[a-z_]+(\.\w+)+", bare[0]) is not None
         rule = f"needs a value: {bare[0]}=VALUE." if is_key else f"no such verb. {nearest(bare[0], VERBS)}"
         problems.append(Problem(key=bare[0], rule=rule, origin=COMMAND_LINE))
-    if "multirun" in found and verb not in (None, "train"):
+    if "multirun" in flags and verb not in (None, "train"):
         rule = f"belongs to train. {verb} compares the choices of a comma list without it."
         problems.append(Problem(key="-m", rule=rule, origin=COMMAND_LINE))
     config_dirs = [Path(folder).expanduser().absolute() for folder in folders]
     call = Call(
         verb=verb or "train",
         arguments=tuple(bare),
-        flags={name: value for name, value in found.items() if name not in _OF_TRAINKIT},
+        flags={name: value for name, value in flags.items() if name not in _OF_TRAINKIT},
         overrides=tuple(overrides),
         config_dirs=tuple(dict.fromkeys([*config_dirs, *(project.config_dirs if project else ())])),
         packages=tuple(dict.fromkeys([*packages, *(project.packages if project else ())])),
         project=project,
         file=None if file is None else Path(file),
-        multirun="multirun" in found,
+        multirun="multirun" in flags,
     )
     about = VERBS[call.verb]
-    if about.arguments is not None and "cfg" not in found and not problems:
+    if about.arguments is not None and "cfg" not in flags and not problems:
         problems += call.arity_problems(about.arguments, overrides=about.overrides)
     if problems:
         problems += call.package_problems()
         raise ConfigError([*problems, *(call.key_problems() if about.composes and has_all else ())])
-    return call, {name: value for name, value in found.items() if name in _OF_TRAINKIT}
+    return call, {name: value for name, value in flags.items() if name in _OF_TRAINKIT}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -47,27 +47,27 @@ def training_problems(verb: str, composition: Composition) -> Iterator[Problem]:
         yield composition.problem("resume", rule, value=resumed)
 
 
-def begin(call: Call, what: str, problems: Iterable[Problem] = ()) -> Composition:
+def begin(call: Call, action: str, problems: Iterable[Problem] = ()) -> Composition:
     """Compose the one training that a verb measures.
 
     Args:
         call: the call.
-        what: what each process of a launcher would do.
+        action: what each process of a launcher would do.
         problems: problems of the verb's own rules.
 
     Raises:
         ConfigError: those, and the problems of flags, launch and config.
     """
-    found = [
+    problems = [
         *problems,
         *out_problems(call),
-        *launch_problems(call.verb, what, f"{call.verb} without the launcher ({VARIABLE}=none)"),
+        *launch_problems(call.verb, action, f"{call.verb} without the launcher ({VARIABLE}=none)"),
     ]
     try:
         composition = call.compose()
     except ConfigError as error:
-        raise ConfigError([*found, *error.problems]) from None
-    refuse([*found, *training_problems(call.verb, composition)])
+        raise ConfigError([*problems, *error.problems]) from None
+    refuse([*problems, *training_problems(call.verb, composition)])
     return composition
 
 
@@ -133,21 +133,21 @@ def measure(call: Call, name: str, work: Callable[[], Results | None], *, keeps:
     """
     out = call.flags.get("out")
     with result_folder(call.verb, out) if keeps or out is not None else nullcontext() as folder:
-        found = work()
-        if found is None:
+        results = work()
+        if results is None:
             return 1
-        content = asdict(found.content)
+        content = asdict(results.content)
         if folder is not None:
             with reporting(folder):
                 write_json_atomically(folder / f"{name}.json", content)
-                if found.picture is not None:
+                if results.picture is not None:
                     from trainkit.report import plots  # noqa: PLC0415 - imports matplotlib
 
-                    values = {key: content[key] for key in found.drawn}
-                    getattr(plots, f"draw_{found.picture}")(folder / f"{name}.png", title=found.title, **values)
-        rest = [*(f"  note: {note}" for note in found.content.notes), *([f"  folder  {folder}"] if folder else [])]
-        call.show(content, [*found.lines, *([""] if rest else []), *rest])
-    return int(found.is_failed)
+                    values = {key: content[key] for key in results.drawn}
+                    getattr(plots, f"draw_{results.picture}")(folder / f"{name}.png", title=results.title, **values)
+        tail = [*(f"  note: {note}" for note in results.content.notes), *([f"  folder  {folder}"] if folder else [])]
+        call.show(content, [*results.lines, *([""] if tail else []), *tail])
+    return int(results.is_failed)
 
 
 def line_printer(verb: str) -> Callable[[str], None]:

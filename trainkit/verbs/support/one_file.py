@@ -18,7 +18,7 @@ from trainkit.files import read_text, write_atomically
 
 
 class _Part(NamedTuple):
-    what: str
+    noun: str
     names: tuple[str, ...]
     """Names of the class or function."""
     bases: tuple[str, ...]
@@ -56,45 +56,45 @@ def arguments_of(file: str, overrides: Sequence[str]) -> tuple[list[str], str]:
         raise ConfigError([Problem(key=file, rule=f"is no Python: {error}.", origin=COMMAND_LINE)]) from error
     kinds = (ast.ClassDef, ast.FunctionDef)
     defined = {node.name: node for node in tree.body if isinstance(node, kinds)}
-    given = {key_of(argument) for argument in overrides}
-    named_elsewhere = bool(given & {"recipe", "experiment"})
-    found = [] if named_elsewhere else ["recipe=null", *([] if "name" in given else [f"name={module[-1]}"])]
+    keys = {key_of(argument) for argument in overrides}
+    named_elsewhere = bool(keys & {"recipe", "experiment"})
+    arguments = [] if named_elsewhere else ["recipe=null", *([] if "name" in keys else [f"name={module[-1]}"])]
     problems = list[Problem]()
     for group, part in _PARTS.items():
-        if given & {group, f"{group}._target_"}:
+        if keys & {group, f"{group}._target_"}:
             continue
-        names = _found(part, defined)
+        names = _candidates(part, defined)
         if len(names) == 1:
             dotted = ".".join([*module, names[0]])
             is_function = group == "objective" and isinstance(defined[names[0]], ast.FunctionDef)
             target = "trainkit.objectives.LossPerSample" if is_function else dotted
             # without the default choice, whose keys would be left out one by one
-            found += [setting(group, None), setting(f"{group}._target_", target)]
-            found += [setting("objective.function", dotted)] if is_function else []
+            arguments += [setting(group, None), setting(f"{group}._target_", target)]
+            arguments += [setting("objective.function", dotted)] if is_function else []
         elif names:
-            rule = f"has several that may be the {part.what}: {', '.join(names)}. Name one of them {part.names[0]}"
+            rule = f"has several that may be the {part.noun}: {', '.join(names)}. Name one of them {part.names[0]}"
             rule += f", or give {group}._target_={'.'.join([*module, names[-1]])}."
             problems.append(Problem(key=file, rule=rule, origin=COMMAND_LINE))
         elif not named_elsewhere:
-            rule = f"has no {part.what}: no {' or '.join(part.names)}, and no class derived from {part.bases[0]}. "
+            rule = f"has no {part.noun}: no {' or '.join(part.names)}, and no class derived from {part.bases[0]}. "
             rule += f"It defines {', '.join(defined) or 'nothing'}. Write one, or choose one: {part.choose}."
             assigned = [target for node in tree.body if isinstance(node, ast.Assign) for target in node.targets]
             if any(isinstance(target, ast.Name) and target.id in part.names for target in assigned):
-                rule += f" A {part.what} that is assigned is not found: write it as a class or a function."
+                rule += f" A {part.noun} that is assigned is not found: write it as a class or a function."
             problems.append(Problem(key=file, rule=rule, origin=COMMAND_LINE))
     refuse(problems)
-    return found, module[0]
+    return arguments, module[0]
 
 
-def _found(part: _Part, defined: Definitions) -> list[str]:
-    if named := [name for name in part.names if name in defined]:
-        return named
-    indexed = {"__len__", "__getitem__"} if part.what == "data" else set[str]()
+def _candidates(part: _Part, defined: Definitions) -> list[str]:
+    if names := [name for name in part.names if name in defined]:
+        return names
+    indexed = {"__len__", "__getitem__"} if part.noun == "data" else set[str]()
     return [
         name
         for name, node in defined.items()
         if _derives(node, part.bases, defined)
-        or (indexed and indexed <= {one.name for one in node.body if isinstance(one, ast.FunctionDef)})
+        or (indexed and indexed <= {item.name for item in node.body if isinstance(item, ast.FunctionDef)})
     ]
 
 

@@ -17,7 +17,7 @@ from trainkit.errors import ConfigError, Problem, refuse
 def checked_points(overrides: Sequence[str], config_dirs: Sequence[Path], packages: Sequence[str]) -> list[Composition]:
     """Compose and check every combination of the comma lists of some arguments."""
     composer = Composer(config_dirs, packages)
-    return with_values(_named(composer, composer.points(overrides)))
+    return with_values(_composed(composer, composer.points(overrides)))
 
 
 def sweep_points(overrides: Sequence[str], config_dirs: Sequence[Path], packages: Sequence[str]) -> list[Composition]:
@@ -31,10 +31,10 @@ def sweep_points(overrides: Sequence[str], config_dirs: Sequence[Path], packages
     composer = Composer(config_dirs, packages)
     rule = "is about the sweep as a whole: give it one value."
     items = [item for item in composer.parse(overrides)[0] if item.is_sweep_override()]
-    swept = [(one.key_or_group, one.get_value_string()) for one in items if one.key_or_group.startswith("sweep.")]
+    swept = [(item.key_or_group, item.get_value_string()) for item in items if item.key_or_group.startswith("sweep.")]
     if swept:
         raise ConfigError(Problem(key=key, value=text, rule=rule, origin=COMMAND_LINE) for key, text in swept)
-    return _named(composer, read_request(composer, overrides).points)
+    return _composed(composer, read_request(composer, overrides).points)
 
 
 def key_problems(
@@ -49,13 +49,13 @@ def key_problems(
         if sweeps:
             sweep_points(overrides, config_dirs, packages)
         else:
-            _named(composer, composer.points(overrides))
+            _composed(composer, composer.points(overrides))
     except ConfigError as error:
-        return [one for one in error.problems if not one.rule.startswith(NEEDS_VALUE)]
+        return [problem for problem in error.problems if not problem.rule.startswith(NEEDS_VALUE)]
     return []
 
 
-def _named(composer: Composer, lines: Sequence[Sequence[str]]) -> list[Composition]:
+def _composed(composer: Composer, lines: Sequence[Sequence[str]]) -> list[Composition]:
     """Compose points, and check the names of their keys and choices."""
     plain = [composer.compose(line) for line in lines]
     foreign = [foreign_keys(composition) for composition in plain]
@@ -78,10 +78,10 @@ def with_values(points: Sequence[Composition]) -> list[Composition]:
 def _checked(
     points: Sequence[Composition], check: Callable[[Composition], list[Problem]], problems: Iterable[Problem] = ()
 ) -> list[Composition]:
-    found_of = [fitted(point, check) for point in points]
-    points = [point for point, _ in found_of]
-    found = problems_of_points(points, [own for _, own in found_of])
-    refuse(list({str(problem): problem for problem in [*problems, *found]}.values()))
+    results = [fitted(point, check) for point in points]
+    points = [point for point, _ in results]
+    merged = problems_of_points(points, [of_point for _, of_point in results])
+    refuse(list({str(problem): problem for problem in [*problems, *merged]}.values()))
     return points
 
 

@@ -71,50 +71,50 @@ def _checked(file: Path, table: Any) -> Project:
         for key, value in table.items()
         if key not in _KEYS
     ]
-    given = dict[str, list[str]]()
+    names = dict[str, list[str]]()
     for key in _KEYS:
         value = table.get(key, [])
-        given[key] = [one for one in value if isinstance(one, str)] if isinstance(value, list) else []
-        if given[key] != value:
+        names[key] = [item for item in value if isinstance(item, str)] if isinstance(value, list) else []
+        if names[key] != value:
             problems.append(_problem(file, f"{_TABLE}.{key}", value, 'must be a list of texts, ["NAME"].'))
     if not _is_mine(file):
         problems.append(Problem(key=str(file), rule="belongs to another user. To start without it: --no-project."))
-    folders = [file.parent / name for name in given["config_dirs"]]
-    for name, folder in zip(given["config_dirs"], folders, strict=True):
+    folders = [file.parent / name for name in names["config_dirs"]]
+    for name, folder in zip(names["config_dirs"], folders, strict=True):
         if not folder.is_dir():
             problems.append(_problem(file, f"{_TABLE}.config_dirs", name, f"there is no folder {folder}."))
     code = dict[Path, None]()
-    for name in given["packages"]:
-        place = _place_of(name, file.parent)
-        if (rule := _package_rule(name, place, file.parent)) is not None:
+    for name in names["packages"]:
+        path = _path_of(name, file.parent)
+        if (rule := _package_rule(name, path, file.parent)) is not None:
             problems.append(_problem(file, f"{_TABLE}.packages", name, rule))
-        elif place is not None and importlib.util.find_spec(name) is None:
-            code[place.parent] = None
+        elif path is not None and importlib.util.find_spec(name) is None:
+            code[path.parent] = None
     refuse(problems)
-    return Project(file=file, config_dirs=tuple(folders), packages=tuple(given["packages"]), code=tuple(code))
+    return Project(file=file, config_dirs=tuple(folders), packages=tuple(names["packages"]), code=tuple(code))
 
 
-def _place_of(package: str, folder: Path) -> Path | None:
+def _path_of(package: str, folder: Path) -> Path | None:
     """Return the folder or file of a package or module of a project, beside its pyproject.toml or in `src`."""
     if not package.isidentifier():
         return None
-    places = (home / name for home in (folder, folder / "src") for name in (package, f"{package}.py"))
-    return next((place for place in places if place.exists()), None)
+    paths = (home / name for home in (folder, folder / "src") for name in (package, f"{package}.py"))
+    return next((path for path in paths if path.exists()), None)
 
 
-def _package_rule(name: str, place: Path | None, folder: Path) -> str | None:
+def _package_rule(name: str, path: Path | None, folder: Path) -> str | None:
     """Return why a package cannot be named in the table; None if it can."""
     instead = f"Only packages below this folder can be named here; for others: --allow-package {name}."
-    if place is None:
+    if path is None:
         return f"there is no {name} in {folder} or {folder / 'src'}. {instead}"
-    if not place.resolve().is_relative_to(folder.resolve()):
-        return f"{place} is a link to {place.resolve()}. {instead}"
-    foreign = next((one for one in (place, *place.rglob("*.py")) if not _is_mine(one)), None)
+    if not path.resolve().is_relative_to(folder.resolve()):
+        return f"{path} is a link to {path.resolve()}. {instead}"
+    foreign = next((item for item in (path, *path.rglob("*.py")) if not _is_mine(item)), None)
     if foreign is not None:
         return f"{foreign} belongs to another user. {instead}"
-    found = importlib.util.find_spec(name)
-    homes = [] if found is None else [Path(home) for home in found.submodule_search_locations or [found.origin or ""]]
-    other = next((home for home in homes if home.resolve() != place.resolve()), None)
+    spec = importlib.util.find_spec(name)
+    homes = [] if spec is None else [Path(home) for home in spec.submodule_search_locations or [spec.origin or ""]]
+    other = next((home for home in homes if home.resolve() != path.resolve()), None)
     return None if other is None else f"Python imports {name} from {other}. Rename one of the two, or uninstall that."
 
 

@@ -28,7 +28,7 @@ def run(call: Call) -> int:
 
     entries = best_of(board, 3 if count is None else count)
     candidates, gpus = combine(entries, checkpoint=checkpoint), torch.cuda.device_count()
-    devices = [torch.device("cuda", place) for place in range(gpus)] or [torch.device("cpu")]
+    devices = [torch.device("cuda", index) for index in range(gpus)] or [torch.device("cpu")]
     scored = score(candidates, run_config(entries[0].folder), devices=devices)
     names = list(dict.fromkeys(name for _, figures in scored for name in figures))
     folder = free_name(target)
@@ -37,9 +37,9 @@ def run(call: Call) -> int:
         "checkpoint": checkpoint,
         "figures": {candidate.name: figures for candidate, figures in scored},
     }
-    written = export(candidates, folder, about=about)
+    paths = export(candidates, folder, about=about)
     _report(scored, names, folder, title=f"{len(entries)} best by {board.goal}")
-    sys.stdout.writelines(f"trainkit.load({quoted(place)})\n" for place in written)
+    sys.stdout.writelines(f"trainkit.load({quoted(path)})\n" for path in paths)
     return 0
 
 
@@ -48,7 +48,7 @@ def _report(
 ) -> None:
     """Print the metrics and write them as a page into the folder."""
     head = ("model", *names, "")
-    rows = [(one.name, *(figure(figures[name]) for name in names), one.settings) for one, figures in scored]
+    rows = [(model.name, *(figure(figures[name]) for name in names), model.settings) for model, figures in scored]
     sys.stdout.write(f"{title}\n")
     print_rows(head, rows)
     lines = [head, (":--", *("--:" for _ in names), ":--"), *rows]

@@ -18,8 +18,8 @@ from trainkit.verbs.support.call import Call
 def run(call: Call) -> int:
     """Print the texts; print that of a single prompt while it is generated."""
     problems = list[Problem]()
-    given = {name: _number(call, name) for name in RULES if _flag(name) in call.flags}
-    problems += [call.problem(_flag(name), rule) for name, rule in broken_settings(given)]
+    flags = {name: _number(call, name) for name in RULES if _flag(name) in call.flags}
+    problems += [call.problem(_flag(name), rule) for name, rule in broken_settings(flags)]
     prompts = _prompts(call, problems)
     refuse(problems)
 
@@ -33,14 +33,14 @@ def run(call: Call) -> int:
         _write(prompts[0])
     texts = writer.write(
         prompts,
-        sampling=Sampling(temperature=temperature_of(given), top_k=given.get("top_k"), top_p=given.get("top_p")),
-        max_tokens=given.get("max_tokens", MAX_TOKENS),
-        seed=given.get("seed", 0),
+        sampling=Sampling(temperature=temperature_of(flags), top_k=flags.get("top_k"), top_p=flags.get("top_p")),
+        max_tokens=flags.get("max_tokens", MAX_TOKENS),
+        seed=flags.get("seed", 0),
         on_text=(lambda _, piece: _write(piece)) if alone else None,
     )
     if "json" in call.flags:
-        found = [{"prompt": prompt, "text": text} for prompt, text in zip(prompts, texts, strict=True)]
-        _write(json.dumps({"format": 1, "texts": found}, ensure_ascii=False, indent=2))
+        entries = [{"prompt": prompt, "text": text} for prompt, text in zip(prompts, texts, strict=True)]
+        _write(json.dumps({"format": 1, "texts": entries}, ensure_ascii=False, indent=2))
     elif not alone:
         _write("\n\n".join(prompt + text for prompt, text in zip(prompts, texts, strict=True)))
     _write("\n")
