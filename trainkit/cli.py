@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Final, NoReturn
 
 from trainkit import __version__
-from trainkit.config.door import called_from
 from trainkit.config.grammar import refusal
+from trainkit.config.interface import called_from
 from trainkit.errors import ConfigError, TrainkitError
 from trainkit.redaction import masked_output
 from trainkit.verbs.support.call import Call, module_of, parse, parser_of, verb_of

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainkit.config.door import called_from
 from trainkit.config.grammar import key_of
+from trainkit.config.interface import called_from
 from trainkit.config.targets.allowed import allow_packages
 from trainkit.config.yaml_files import with_config_dirs
 from trainkit.errors import ConfigError, Problem, refuse

@@ -24,7 +24,7 @@ import trainkit
 from tests.support.refusing import refused
 from trainkit.api.calls import Objects, TrainingResult, composed, module_of, source_of
 from trainkit.cli import main
-from trainkit.config.door import advice, called_from
+from trainkit.config.interface import advice, called_from
 from trainkit.errors import ConfigError
 from trainkit.models.sampling import Sampling
 from trainkit.objectives.distillation import Distillation

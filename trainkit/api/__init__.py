@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from trainkit.cluster.local import launch_environment_of
 from trainkit.config.composition import Composition
-from trainkit.config.door import called_from
 from trainkit.config.grammar import key_of
+from trainkit.config.interface import called_from
 from trainkit.config.schema import RunConfig
 from trainkit.config.targets.allowed import allow_packages
 from trainkit.config.yaml_files import with_config_dirs

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from os import PathLike
 from typing import Final
 
-from trainkit.config.door import advice
+from trainkit.config.interface import advice
 from trainkit.config.secrets import reference
 from trainkit.errors import ConfigError, Problem
 from trainkit.redaction import REDACTED, redacted_argument

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, Final
 
-from trainkit.config.door import advice
+from trainkit.config.interface import advice
 from trainkit.errors import ConfigError, Problem
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ import torch
 import yaml
 from torch import Tensor, nn
 
-from trainkit.config.door import trusting
 from trainkit.config.identity import run_config
+from trainkit.config.interface import trusting
 from trainkit.config.targets.allowed import allow_packages, allowed_packages, name_problem, root_of, targets_in
 from trainkit.config.targets.build import build
 from trainkit.errors import CheckpointError, ConfigError, Problem, UnreadableError, refuse

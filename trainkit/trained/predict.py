@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from trainkit.cluster.host import use_device
-from trainkit.config.door import called_from
 from trainkit.config.identity import run_config
+from trainkit.config.interface import called_from
 from trainkit.config.sections import LoaderConfig
 from trainkit.config.targets.allowed import allow_packages
 from trainkit.config.targets.build import build

@@ -21,8 +21,8 @@ from trainkit.config.check.rules import (
     with_defaults,
 )
 from trainkit.config.composition import Composition, ConfigFile, KeyPath, dotted, is_path_key, lookup, path_of
-from trainkit.config.door import own_folder
 from trainkit.config.grammar import COMMAND_LINE, key_of
+from trainkit.config.interface import own_folder
 from trainkit.config.optimizers import optimizer_node
 from trainkit.config.schema import GROUPS, LIST_GROUPS, RunConfig, hints_of, misfits
 from trainkit.config.secrets import literal_secret, literal_secrets

@@ -57,8 +57,8 @@ from trainkit.config.composition import (
     shown,
     variable_in,
 )
-from trainkit.config.door import advice, own_folder
 from trainkit.config.grammar import COMMAND_LINE, key_of, unreadable
+from trainkit.config.interface import advice, own_folder
 from trainkit.config.schema import GROUPS, LIST_GROUPS, RunConfig, hints_of
 from trainkit.config.secrets import dereferenced, import_marks, reference_paths, remember_secrets, texts_in
 from trainkit.config.targets.allowed import TARGET, allow_packages, refuse_packages

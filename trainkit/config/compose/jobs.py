@@ -29,8 +29,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from trainkit.config.compose import CONFIG, Composer, hydra_state
 from trainkit.config.composition import Composition, dotted
-from trainkit.config.door import trusting
 from trainkit.config.grammar import COMMAND_LINE, key_of, replacing, setting
+from trainkit.config.interface import trusting
 from trainkit.config.secrets import redacted, texts_in
 from trainkit.config.targets.allowed import TARGET, root_of
 from trainkit.config.targets.build import imported

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-from trainkit.config.door import trusting
+from trainkit.config.interface import trusting
 from trainkit.errors import ConfigError, Problem
 from trainkit.names import rule_of
 

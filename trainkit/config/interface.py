@@ -1,4 +1,4 @@
-"""The door of a call, the command line or Python: advice names what the person who reads it can give."""
+"""The interface of a call, the command line or Python: advice names what can be given there."""
 
 from __future__ import annotations
 
@@ -6,28 +6,28 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final, Literal
 
-_DOORS: Final[list[str]] = []
+_INTERFACES: Final[list[str]] = []
 
 
 @contextmanager
-def called_from(door: Literal["command line", "python"]) -> Iterator[None]:
-    """Let advice fit a door while the block or the decorated function runs; a call within a call keeps its door."""
-    _DOORS.append(door)
+def called_from(interface: Literal["command line", "python"]) -> Iterator[None]:
+    """Let advice fit an interface while the block or the decorated function runs; calls inside of a call keep it."""
+    _INTERFACES.append(interface)
     try:
         yield
     finally:
-        _DOORS.pop()
+        _INTERFACES.pop()
 
 
 def advice(command_line: str, python: str) -> str:
-    """Return the advice that fits the door.
+    """Return the advice that fits the interface of the call.
 
     Example:
         >>> with called_from("python"):
         ...     advice("--config-dir DIR", 'config_dirs=["DIR"]')
         'config_dirs=["DIR"]'
     """
-    return python if _DOORS[:1] == ["python"] else command_line
+    return python if _INTERFACES[:1] == ["python"] else command_line
 
 
 def trusting(package: str) -> str:
