@@ -27,9 +27,9 @@ DRAFT: Final = GenerateJsonSchema.schema_dialect
 Schema = dict[str, Any]
 _STRICT: Final = ConfigDict(strict=True, allow_inf_nan=False, arbitrary_types_allowed=True, extra="forbid")
 _SCALARS: Final = frozenset({"boolean", "integer", "number", "string"})
-_OF_CLASSES: Final = frozenset({"value_error", "assertion_error"})
+_CLASS_ERRORS: Final = frozenset({"value_error", "assertion_error"})
 """Errors of a dataclass, which reports them again where it is built."""
-_OF_SCALARS: Final = frozenset({"int_type", "float_type", "string_type", "bool_type", "literal_error", "finite_number"})
+_MISTYPED: Final = frozenset({"int_type", "float_type", "string_type", "bool_type", "literal_error", "finite_number"})
 _NAMES: Final[Mapping[str, str]] = {
     "boolean": "true or false",
     "integer": "a whole number",
@@ -74,7 +74,7 @@ def misfit(value: Any, hint: Any) -> str | None:
 def _rule(value: Any, hint: Any, errors: Sequence[Mapping[str, Any]]) -> str | None:
     """Return the rule that a value breaks by pydantic's errors; None if the class itself is trusted to validate it."""
     kinds = {str(error["type"]) for error in errors}
-    if kinds & _OF_CLASSES or _is_unchecked(errors, kinds):
+    if kinds & _CLASS_ERRORS or _is_unchecked(errors, kinds):
         return None
     if BROKEN in kinds:
         return next(str(error["msg"]) for error in errors if error["type"] == BROKEN)
@@ -99,7 +99,7 @@ def _plain(value: Any) -> Any:
 def _is_unchecked(errors: Sequence[Mapping[str, Any]], kinds: set[str]) -> bool:
     """Return whether a part without a plain form may take the value; a scalar is no tensor of `float | Tensor`."""
     unread = [error["input"] for error in errors if error["type"] == "needs_python_object"]
-    opaque = any(isinstance(value, list | Mapping) for value in unread) or not kinds & _OF_SCALARS
+    opaque = any(isinstance(value, list | Mapping) for value in unread) or not kinds & _MISTYPED
     return "callable_type" in kinds or bool(unread and opaque)
 
 

@@ -36,10 +36,10 @@ def compose_resumed(
         raise ConfigError([Problem(key="resume", value=str(run), rule=NO_RUN, origin="command line")])
     changes = Composer(config_dirs, packages).compose(replacing(overrides, _NO_RECIPE))
     # The key that ended the run early does not end the resumed run.
-    tree = _beneath(changes, replace(run_config(run), stop_at_step=None), file, overrides)
+    tree = _merged_tree(changes, replace(run_config(run), stop_at_step=None), file, overrides)
     notes, problems = resolve_exclusive(tree)
     tree.put(("resume",), "auto", Origin(level=Level.command_line, where="command line"))
-    return replace(_with(changes, tree, overrides, notes, problems), run_dir=run, run_dir_given=True)
+    return replace(_with_tree(changes, tree, overrides, notes, problems), run_dir=run, run_dir_given=True)
 
 
 def compose_anew(
@@ -59,14 +59,14 @@ def compose_anew(
     earlier = load_resolved(files[0]) if files[0].parent != run else run_config(run)
     training = replace(earlier, stop_at_step=None, resume=None, cv=CvConfig(), sweep=SweepConfig())
     changes = Composer(config_dirs, packages).compose(replacing(overrides, _NO_RECIPE))
-    tree = _beneath(changes, training, files[0], overrides)
+    tree = _merged_tree(changes, training, files[0], overrides)
     notes, problems = resolve_exclusive(tree)
     if earlier.cv.folds is not None:
         notes = [*notes, f"cv.folds={earlier.cv.folds} of {run} is left out: no fold is held out of this training"]
-    return _with(changes, tree, overrides, notes, problems)
+    return _with_tree(changes, tree, overrides, notes, problems)
 
 
-def _beneath(changes: Composition, earlier: RunConfig, file: Path, overrides: Sequence[str]) -> TrackedTree:
+def _merged_tree(changes: Composition, earlier: RunConfig, file: Path, overrides: Sequence[str]) -> TrackedTree:
     """Return the run's values, with those of the command line merged over them."""
     document = read_document(file)
     tree = TrackedTree()
@@ -81,7 +81,7 @@ def _beneath(changes: Composition, earlier: RunConfig, file: Path, overrides: Se
     return tree
 
 
-def _with(
+def _with_tree(
     changes: Composition, tree: TrackedTree, overrides: Sequence[str], notes: Sequence[str], problems: Sequence[Problem]
 ) -> Composition:
     return replace(

@@ -117,10 +117,10 @@ def check_names_first(composition: Composition, *, multirun: bool = False) -> li
 def check_names(composition: Composition, *, multirun: bool = False) -> list[Problem]:
     """Run the first phase, which imports no target; keys about sweeps have an effect in a `multirun` only."""
     problems = list(composition.problems)
-    problems += _run_level(composition)
+    problems += _run_problems(composition)
     check = NodeCheck(composition)
     for group in GROUPS:
-        problems += _group(check, group)
+        problems += _group_problems(check, group)
     limited = {problem.key for problem in problems}  # a key with a limit of its own has said it
     problems += (problem for problem in _leaf_problems(composition) if problem.key not in limited)
     problems += _unusable_folders(composition)
@@ -238,16 +238,16 @@ def _unknown_metric(composition: Composition) -> Iterator[Problem]:
         yield composition.problem("eval.metric", rule, value=metric)
 
 
-def _run_level(composition: Composition) -> Iterator[Problem]:
+def _run_problems(composition: Composition) -> Iterator[Problem]:
     """Yield unknown keys, and values that do not fit the schema; groups have checks of their own."""
     for path, value, rule in misfits(composition.values):
         if rule is None:
-            yield composition.problem(path, _unknown(path, composition), show_value=False)
+            yield composition.problem(path, _unknown_rule(path, composition), show_value=False)
         elif path[0] not in GROUPS:
             yield composition.problem(path, rule, value=value)
 
 
-def _unknown(key: KeyPath, composition: Composition) -> str:
+def _unknown_rule(key: KeyPath, composition: Composition) -> str:
     *path, name = key
     hints = hints_of(RunConfig if not path else plain(hints_of(RunConfig)[path[0]]))
     if not path and (hint := hint_for_word(name)):
@@ -267,7 +267,7 @@ def _unknown(key: KeyPath, composition: Composition) -> str:
     return f"no such key. Did you mean {dotted((*path, near))}?"
 
 
-def _group(check: NodeCheck, group: str) -> Iterator[Problem]:
+def _group_problems(check: NodeCheck, group: str) -> Iterator[Problem]:
     """Check the nodes of one group: they exist, come from an allowed package, and have known keys."""
     composition = check.composition
     value = composition.values.get(group)

@@ -39,8 +39,8 @@ Find = Callable[[Composition], list[Problem]]
 def fitted(composition: Composition, find: Find) -> tuple[Composition, list[Problem]]:
     """Return the composition without keys that the user's keys make impossible, and the other problems.
 
-    Texts of environment variables become numbers where their keys take numbers. What the files below give takes the
-    place of a key that is left out: the setting of a group of parameters may become impossible with it.
+    Texts of environment variables become numbers where their keys take numbers. A key that is left out takes the value
+    of the files below the recipe; the setting of a group of parameters may become impossible with it.
 
     Args:
         composition: the result of `compose`.
@@ -58,19 +58,19 @@ def fitted(composition: Composition, find: Find) -> tuple[Composition, list[Prob
         impossible = [*displaced, *(problem for problem in of_recipe if problem.key not in (broken or ()))]
         if not impossible:
             return composition, problems
-        composition, problems = read_variables(_left_out(composition, impossible), find)
+        composition, problems = read_variables(_without(composition, impossible), find)
 
 
 def _replaced_node(composition: Composition, path: KeyPath) -> KeyPath | None:
     """Return the node above a key whose class was replaced, by a recipe or above, after the key was set for another."""
-    if not _is_of_others(composition, path):
+    if not _is_not_of_user(composition, path):
         return None
     nodes = (path[:length] for length in range(len(path) - 1, 0, -1))
     node = next((node for node in nodes if (*node, TARGET) in composition.origins), None)
     return node if node and composition.origins[path].rank < composition.origins[(*node, TARGET)].rank else None
 
 
-def _is_of_others(composition: Composition, path: KeyPath) -> bool:
+def _is_not_of_user(composition: Composition, path: KeyPath) -> bool:
     """Return whether no source above the recipe set a key, or a key below it."""
     below = [origin for key, origin in composition.origins.items() if key[: len(path)] == path]
     return path in composition.origins and all(origin.level <= Level.recipe for origin in below)
@@ -79,7 +79,7 @@ def _is_of_others(composition: Composition, path: KeyPath) -> bool:
 def is_of_recipe_alone(composition: Composition, path: KeyPath) -> bool:
     """Return whether a recipe set a key, or chose a callback or logger, and no other source set a key below it."""
     of_recipe = _chosen_by_recipe(composition, path) or composition.origin(path).level is Level.recipe
-    return _is_of_others(composition, path) and of_recipe
+    return _is_not_of_user(composition, path) and of_recipe
 
 
 def _chosen_by_recipe(composition: Composition, path: KeyPath) -> bool:
@@ -102,7 +102,7 @@ def _broken_by_itself(composition: Composition, find: Find) -> set[str]:
     return {problem.key for problem in find(alone)}
 
 
-def _left_out(composition: Composition, impossible: Sequence[Problem]) -> Composition:
+def _without(composition: Composition, impossible: Sequence[Problem]) -> Composition:
     """Return the composition with the values of lower files in place of impossible keys, and a note for each."""
     tree, notes = TrackedTree(), list(composition.notes)
     tree.values, tree.origins = copy.deepcopy(composition.values), dict(composition.origins)
@@ -151,7 +151,7 @@ def read_variables(composition: Composition, find: Find) -> tuple[Composition, l
             tree.put(path, value, tree.origin_of(path))
         composition = replace(composition, values=tree.values, origins=tree.origins)
         problems = find(composition)
-    return composition, [_naming(problem, composition.variables) for problem in problems]
+    return composition, [_with_variables(problem, composition.variables) for problem in problems]
 
 
 def _converted(raw: Any, value: Any) -> Any:
@@ -180,7 +180,7 @@ def _scalar(text: str) -> Any:
     return _WORDS.get(text.strip().lower(), text)
 
 
-def _naming(problem: Problem, variables: Mapping[KeyPath, Any]) -> Problem:
+def _with_variables(problem: Problem, variables: Mapping[KeyPath, Any]) -> Problem:
     raw = variables.get(path_of(problem.key))
     names = [name for item in (raw if isinstance(raw, list) else [raw]) if (name := variable_in(item))]
     if not names:

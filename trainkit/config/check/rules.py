@@ -37,7 +37,7 @@ _ALSO_READ: Final[Mapping[str, tuple[str, ...]]] = {
     "warmup": ("lr_scaling",),
 }
 """Section of a key -> the other sections that its rules read."""
-_OF_EVERY_TASK: Final = frozenset(
+_TASK_KEYS: Final = frozenset(
     {"supervisor.join_timeout_s", "supervisor.evaluator_timeout_s", "supervisor.hang_timeout_s"}
 )
 """Keys of the supervisor that have an effect in every process of a run, no matter who started it."""
@@ -270,7 +270,7 @@ def unused_keys(composition: Composition, *, multirun: bool) -> tuple[list[Probl
 def unused_keys_in_launch(composition: Composition) -> list[Problem]:
     """Find the keys without effect that depend on the classes and on this machine; torch is imported by now."""
     values = composition.values
-    rules = dict(item for unused in (_of_reading, _of_cuda, _of_one_process) for item in unused(values))
+    rules = dict(item for unused in (_unused_reading, _unused_cuda, _unused_processes) for item in unused(values))
     rule, choice = rules.pop("precision", None), composition.choices.get("precision")
     problems = [] if rule is None else [composition.problem("precision", rule, value=choice)]
     return [*problems, *_on_command_line(composition, rules)]
@@ -282,7 +282,7 @@ def unused_keys_with_classes(composition: Composition, launcher: str | None) -> 
     if launcher is not None:
         rule = f"has no effect: {launcher} started the processes and supervises them."
         keys = (f"supervisor.{name}" for name in composition.values["supervisor"])
-        rules = {key: rule for key in keys if key not in _OF_EVERY_TASK}
+        rules = {key: rule for key in keys if key not in _TASK_KEYS}
     return _on_command_line(composition, rules)
 
 
@@ -321,7 +321,7 @@ def _unused_in_sweep(composition: Composition) -> Iterator[tuple[str, str]]:
         yield from ((f"sweep.{name}", reason) for name, reason in unused_sweep_keys(group, choice, sweep))
 
 
-def _of_reading(values: Values) -> Iterator[tuple[str, str]]:
+def _unused_reading(values: Values) -> Iterator[tuple[str, str]]:
     loader, hooks = values["loader"], hooks_in(values["data"])
     dataset = resolve_target(values["data"][TARGET])
     in_memory = (hasattr(dataset, "tensors") or hasattr(dataset, "gather")) and loader["cache"] is not False
@@ -333,7 +333,7 @@ def _of_reading(values: Values) -> Iterator[tuple[str, str]]:
         yield from ((f"loader.{name}", reason) for name in ("num_workers", "prefetch"))
 
 
-def _of_cuda(values: Values) -> Iterator[tuple[str, str]]:
+def _unused_cuda(values: Values) -> Iterator[tuple[str, str]]:
     import torch  # noqa: PLC0415 - second phase only
 
     if not torch.cuda.is_available():
@@ -343,7 +343,7 @@ def _of_cuda(values: Values) -> Iterator[tuple[str, str]]:
             yield "loader.pin_memory", "has no effect: there is no CUDA GPU here to copy to."
 
 
-def _of_one_process(values: Values) -> Iterator[tuple[str, str]]:
+def _unused_processes(values: Values) -> Iterator[tuple[str, str]]:
     keys = ["numerics.check_replicas_every", "elastic.min_replicas"]
     if not values["eval"]["beside"]:  # a second process, which the supervisor watches
         keys += ["supervisor.max_restarts", "supervisor.join_timeout_s"]

@@ -426,7 +426,7 @@ def resolve_exclusive(tree: TrackedTree) -> tuple[list[str], list[Problem]]:
     return notes, problems
 
 
-_NOT_OF_HYDRA: Final = {
+_UNSUPPORTED: Final = {
     "hydra.job.chdir": "is not supported: relative paths are found in the folder where the training was started, and "
     "its files are in its run folder. Leave it out.",
     "hydra.searchpath": "is not read. Give the folder of your own YAMLs: {folder}.",
@@ -518,7 +518,7 @@ class CompositionBuilder:
         for override in about_hydra:
             if "." in override.key_or_group:
                 self._apply(override, self.hydra)
-        for key, template in _NOT_OF_HYDRA.items():  # what Hydra would do around a task and trainkit does not do
+        for key, template in _UNSUPPORTED.items():  # what Hydra would do around a task and trainkit does not do
             if setting := lookup(self.hydra.values, path := path_of(key)):
                 rule, where = template.format(folder=own_folder()), self.hydra.origin_of(path).where
                 self.problems.append(Problem(key=key, value=setting, rule=rule, origin=where))
@@ -684,7 +684,7 @@ class CompositionBuilder:
         elif override.is_force_add() or (override.is_add() and of_ours):
             rule = f"is a group: write {key}={text}."
         elif not isinstance(value, str | list | None) and not override.is_delete():
-            rule = f"needs the name of a choice. {self._there_are(key)}"
+            rule = f"needs the name of a choice. {self._choices_text(key)}"
         else:
             names = [] if override.is_delete() else value if isinstance(value, list) else [value]
             absent = [name for name in names if not self._exists(key, name)]
@@ -719,9 +719,9 @@ class CompositionBuilder:
     def _no_choice(self, group: str, name: str) -> str:
         near = closest(name, self.composer.choices_of(group))
         hint = f"Did you mean {near}? " if near else ""
-        return f"no such choice. {hint}{self._there_are(group)}"
+        return f"no such choice. {hint}{self._choices_text(group)}"
 
-    def _there_are(self, group: str) -> str:
+    def _choices_text(self, group: str) -> str:
         if not self.composer.choices_of(group):
             return f"There is no group {group}; there are: {', '.join(self.composer.groups())}."
         return f"There are: {', '.join(self.composer.choices_of(group))}."

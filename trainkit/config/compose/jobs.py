@@ -340,7 +340,7 @@ def show(composition: Composition, kind: str) -> None:
 
 _PLUGINS: Final = ("hydra_plugins", "hydra._internal.core_plugins")
 _CALLBACKS: Final = ("hydra_plugins", "hydra.experimental.callbacks")
-_MAKES_NODES: Final = ("${oc.decode", "${oc.create", "${oc.dict")
+_NODE_RESOLVERS: Final = ("${oc.decode", "${oc.create", "${oc.dict")
 _STREAMS: Final = ("ext://sys.stdout", "ext://sys.stderr")
 _LOGGING: Final = (logging.Handler, logging.Formatter, logging.Filter)
 _CALLED: Final = ("()", "class", "queue", "listener")
@@ -368,7 +368,7 @@ def _rule(path: tuple[str, ...], text: str, packages: Sequence[str]) -> str | No
     """Return what is wrong with one text of the node; None if nothing is."""
     is_called = path[-1] == TARGET or (path[0].endswith("_logging") and path[-1] in _CALLED)
     names_code = is_called or text.startswith("ext://")
-    if any(resolver in text for resolver in _MAKES_NODES) or (names_code and "${" in text):
+    if any(resolver in text for resolver in _NODE_RESOLVERS) or (names_code and "${" in text):
         return "must be written out: a reference is resolved only when Hydra calls it."
     if path[0].endswith("_logging") and text.startswith("${") and text.endswith("}"):
         return "must be written out: it may resolve to a handler, which would be called."
@@ -381,16 +381,16 @@ def _rule(path: tuple[str, ...], text: str, packages: Sequence[str]) -> str | No
 
 def _rule_of_called(path: tuple[str, ...], text: str, packages: Sequence[str]) -> str | None:
     """Return what is wrong with a text that names something that will be called; None if nothing is."""
-    if path in (("launcher", TARGET), ("sweeper", TARGET)) and text.startswith(_below(_PLUGINS)):
+    if path in (("launcher", TARGET), ("sweeper", TARGET)) and text.startswith(_prefixes(_PLUGINS)):
         return None  # Hydra itself refuses anything that is not a plugin of these two kinds
-    if path[0] == "callbacks" and len(path) == 3 and text.startswith(_below(_CALLBACKS)):
+    if path[0] == "callbacks" and len(path) == 3 and text.startswith(_prefixes(_CALLBACKS)):
         return _kind_rule(text, (Callback,), "is not a callback of Hydra.")
     if path[-1] != TARGET and root_of(text) == "logging":
         return _kind_rule(text, _LOGGING, "is not a handler, formatter or filter of Python's logging.")
     return _package_rule(text, packages)
 
 
-def _below(homes: Sequence[str]) -> tuple[str, ...]:
+def _prefixes(homes: Sequence[str]) -> tuple[str, ...]:
     return tuple(f"{home}." for home in homes)
 
 

@@ -29,7 +29,7 @@ VARIABLE: Final = "TRAINKIT_ALLOW_PACKAGES"
 """The environment variable that passes the allowed packages to a worker, separated by commas."""
 DATA_HOOKS: Final = ("collate", "batch_transform", "sampler")
 """Keys of `data` that name a function or class: a node with `_target_`, or the dotted name alone."""
-_OF_A_SESSION: Final = "was an object of a Python session. Give it to trainkit.train again, with 'resume=RUN'."
+_SESSION_RULE: Final = "was an object of a Python session. Give it to trainkit.train again, with 'resume=RUN'."
 
 _TORCH: Final = ("torch.nn", "torch.optim", "torch.utils.data")
 _OPENED: Final[Counter[str]] = Counter()
@@ -196,7 +196,7 @@ def name_problem(target: Any, allowed: Sequence[str]) -> str | None:
     package, *parts = target.split(".")
     if package not in allowed:
         rule = f"{package} is not among the packages that targets may come from ({', '.join(allowed)})."
-        return _OF_A_SESSION if package == IN_PROCESS else f"{rule} To trust it: {trusting(package)}."
+        return _SESSION_RULE if package == IN_PROCESS else f"{rule} To trust it: {trusting(package)}."
     if package == "trainkit" or package not in ALLOWED_PACKAGES:
         return rule_of(target)
     private = next((part for part in parts if part.startswith("_")), None)

@@ -96,7 +96,7 @@ def resolve_target(path: str, expected: Expected = ANY_KIND) -> Any:
         target = imported(path)
         rule = target_problem(path, target, expected)
     if rule is not None:
-        raise _unknown(path, rule)
+        raise _refused(path, rule)
     return target
 
 
@@ -144,19 +144,19 @@ def imported(path: str) -> Any:
         except ModuleNotFoundError as error:
             if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
                 continue
-            raise _unknown(path, _install(error.name)) from error
+            raise _refused(path, _install(error.name)) from error
         for name in parts[length:]:
             if not hasattr(target, name):
-                raise _unknown(path, f"there is no {name} in {module_name}.")
+                raise _refused(path, f"there is no {name} in {module_name}.")
             target = getattr(target, name)
             if isinstance(target, ModuleType) and root_of(target.__name__) != parts[0]:
-                raise _unknown(path, f"{name} is the module {target.__name__}, which {module_name} imports for itself.")
+                raise _refused(path, f"{name} is the module {target.__name__}, which {module_name} imports for itself.")
         if not callable(target):
-            raise _unknown(path, "is neither a class nor a function.")
+            raise _refused(path, "is neither a class nor a function.")
         return target
     if parts[0] in _EXTRAS:
-        raise _unknown(path, _install(parts[0]))
-    raise _unknown(path, f"there is no module {parts[0]}. Is it installed, or in the current folder?")
+        raise _refused(path, _install(parts[0]))
+    raise _refused(path, f"there is no module {parts[0]}. Is it installed, or in the current folder?")
 
 
 def _install(package: str | None) -> str:
@@ -166,7 +166,7 @@ def _install(package: str | None) -> str:
     return f"its module needs {package}, which is not installed.{hint}"
 
 
-def _unknown(path: str, rule: str) -> ConfigError:
+def _refused(path: str, rule: str) -> ConfigError:
     return ConfigError([Problem(key=TARGET, value=path, rule=rule)])
 
 
@@ -280,7 +280,7 @@ def _prepared(node: Mapping[str, Any], expected: Expected, path: tuple[str, ...]
         raise ConfigError([replace(item, key=".".join((*path, item.key))) for item in error.problems]) from error
     hints = {name: key.hint for name, key in signature_of(target).keys.items()}
     arguments = {
-        name: _as(_built(value, (*path, str(name)), expected_by(hints.get(name, Any))), hints.get(name, Any))
+        name: _cast(_built(value, (*path, str(name)), expected_by(hints.get(name, Any))), hints.get(name, Any))
         for name, value in with_variables(node, target).items()
         if name != TARGET
     }
@@ -297,20 +297,20 @@ def _built(value: Any, path: tuple[str, ...], expected: Expected) -> Any:
     return value
 
 
-def _as(value: Any, hint: Any) -> Any:
+def _cast(value: Any, hint: Any) -> Any:
     """Convert a plain value to its annotated type, by conversions that lose nothing."""
     hint = plain(hint)
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if arguments and origin not in (list, tuple, dict):
         members = [plain(member) for member in arguments]
-        return next((converted for member in members if (converted := _as(value, member)) is not value), value)
+        return next((converted for member in members if (converted := _cast(value, member)) is not value), value)
     if isinstance(value, list) and (origin or hint) is tuple:
-        return tuple(_as(item, arguments[0]) if arguments else item for item in value)
+        return tuple(_cast(item, arguments[0]) if arguments else item for item in value)
     if isinstance(value, str) and isinstance(hint, type) and issubclass(hint, PurePath):
         return Path(value).expanduser()
     if isinstance(value, str) and isinstance(hint, type) and issubclass(hint, Enum):
         return next((member for member in hint if value == member.value), value)
     if isinstance(value, Mapping) and is_dataclass(hint) and isinstance(hint, type):
         keys = signature_of(hint).keys
-        return hint(**{name: _as(item, keys[name].hint if name in keys else Any) for name, item in value.items()})
+        return hint(**{name: _cast(item, keys[name].hint if name in keys else Any) for name, item in value.items()})
     return value

@@ -70,7 +70,7 @@ _TOKENIZER: Final = Kind(
 TORCH_SCHEDULER: Final = Kind(
     name="torch.optim.lr_scheduler.LRScheduler", bases=("torch.optim.lr_scheduler.LRScheduler",)
 )
-_OF_PLACES: Final[Mapping[str, Kind]] = {
+_GROUP_KINDS: Final[Mapping[str, Kind]] = {
     "model": _MODEL,
     "data": _DATASET,
     "objective": Kind(name="trainkit Objective", bases=("trainkit.objectives.base.Objective",)),
@@ -95,7 +95,7 @@ _NESTED: Final = (
 )
 """Kinds that occur only inside another node."""
 _CALLED: Final = ("__call__",)
-_OF_HOOKS: Final = {
+_HOOK_KINDS: Final = {
     "data.collate": (
         Kind(name="collate", home="trainkit.data.collates", methods=_CALLED),
         Kind(name="data collator of transformers", home="transformers.data.data_collator", methods=_CALLED),
@@ -107,12 +107,12 @@ _REMEDIES: Final = {
     "data.sampler": "Name one of your own, or trainkit.data.BalancedClasses; for the order of the dataset use "
     "loader.shuffle=false.",
 }
-ANY_KIND: Final = Expected(kinds=tuple(dict.fromkeys((*_OF_PLACES.values(), TORCH_SCHEDULER, *_NESTED))))
+ANY_KIND: Final = Expected(kinds=tuple(dict.fromkeys((*_GROUP_KINDS.values(), TORCH_SCHEDULER, *_NESTED))))
 """Expectation of a place without an annotation: any kind."""
 PLACES: Final[Mapping[str, Expected]] = {
-    **{group: Expected(kinds=(kind,), place=group) for group, kind in _OF_PLACES.items()},
-    "schedule": Expected(kinds=(_OF_PLACES["schedule"], TORCH_SCHEDULER), place="schedule"),
-    **{key: Expected(kinds=kinds, place=key, remedy=_REMEDIES.get(key, "")) for key, kinds in _OF_HOOKS.items()},
+    **{group: Expected(kinds=(kind,), place=group) for group, kind in _GROUP_KINDS.items()},
+    "schedule": Expected(kinds=(_GROUP_KINDS["schedule"], TORCH_SCHEDULER), place="schedule"),
+    **{key: Expected(kinds=kinds, place=key, remedy=_REMEDIES.get(key, "")) for key, kinds in _HOOK_KINDS.items()},
 }
 """Group of the config, or key of `data` that names code -> the kinds that its nodes must have."""
 
@@ -227,13 +227,13 @@ def argument_problem(path: str, target: Any, node: Mapping[str, Any]) -> tuple[s
         The key, its value and the problem.
     """
     if path == "timm.create_model":
-        return next(_of_timm(node), None)
+        return next(_timm_problems(node), None)
     if _is_builder_of_transformers(target) or root_of(path) == "transformers":
-        return next(_of_transformers(node), None)
+        return next(_transformers_problems(node), None)
     return None
 
 
-def _of_timm(node: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
+def _timm_problems(node: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
     name = node.get("model_name")
     if not isinstance(name, str) or ":" in name or "/" in name:
         rule = "must be a name of timm.list_models(): a model from a hub or a folder can be anyone's."
@@ -244,7 +244,7 @@ def _of_timm(node: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
             yield key, node[key], rule
 
 
-def _of_transformers(node: Mapping[Any, Any], path: str = "") -> Iterator[tuple[str, Any, str]]:
+def _transformers_problems(node: Mapping[Any, Any], path: str = "") -> Iterator[tuple[str, Any, str]]:
     for name, value in node.items():
         key = f"{path}{name}"
         if name in ("trust_remote_code", "use_kernels") and value is not False and value is not None:
@@ -253,7 +253,7 @@ def _of_transformers(node: Mapping[Any, Any], path: str = "") -> Iterator[tuple[
             yield key, value, f"a name with / is a kernel that is downloaded and run. {own_code()}"
         inner = dict(enumerate(value)) if isinstance(value, list | tuple) else value
         if isinstance(inner, Mapping):
-            yield from _of_transformers(inner, f"{key}.")
+            yield from _transformers_problems(inner, f"{key}.")
 
 
 def keys_set_as_attributes(target: Any) -> tuple[str, ...]:
