@@ -73,16 +73,16 @@ def detect(environ: Mapping[str, str], *, launcher: str = "auto") -> LaunchEnvir
     if choice == "none":
         return None
     if choice != "auto":
-        return _forced(choice, environ)
+        return _selected(choice, environ)
     for name, (reader, marks) in LAUNCHERS.items():
         present = [bool(environ.get(mark)) for mark in marks]
         launch = reader(environ) if any(present) and (name != "environment" or all(present)) else None
         if launch is not None:
-            return _shared(launch, environ)
+            return _if_shared(launch, environ)
     if environ.get("WORLD_SIZE") == "1" or not (environ.get("RANK") or environ.get("WORLD_SIZE")):
         return None
     half = by_hand(environ)  # only one of the two variables is set: the error names the missing one
-    return None if half is None else _shared(half, environ)
+    return None if half is None else _if_shared(half, environ)
 
 
 def refuse_launched(environ: Mapping[str, str], starts: str, *, value: object = MISSING) -> None:
@@ -110,7 +110,7 @@ def launch_problems(key: str, action: str, start: str) -> Iterator[Problem]:
         yield Problem(key=key, rule=f"{rule}Start {start}.", origin="command line")
 
 
-def _shared(launch: LaunchEnvironment, environ: Mapping[str, str]) -> LaunchEnvironment | None:
+def _if_shared(launch: LaunchEnvironment, environ: Mapping[str, str]) -> LaunchEnvironment | None:
     """Return the launch, or None if this process is its only one."""
     restarts = environ.get("TORCHELASTIC_MAX_RESTARTS", "0") if launch.kind == "torchrun" else "0"
     if launch.num_ranks == 1 and restarts == "0":
@@ -118,7 +118,7 @@ def _shared(launch: LaunchEnvironment, environ: Mapping[str, str]) -> LaunchEnvi
     return replace(launch, ignore=f"{VARIABLE}=none")
 
 
-def _forced(name: str, environ: Mapping[str, str]) -> LaunchEnvironment | None:
+def _selected(name: str, environ: Mapping[str, str]) -> LaunchEnvironment | None:
     origin = "environment" if environ.get(VARIABLE) == name else ""
     key = VARIABLE if origin else "cluster.launcher"
     if name in LAUNCHERS:
@@ -135,7 +135,7 @@ def _forced(name: str, environ: Mapping[str, str]) -> LaunchEnvironment | None:
         see = f": see {' and '.join(marks)}" if marks else ""
         rule = f"this process was not started by it, or is the only one{see}."
         raise ConfigError([Problem(key=key, value=name, rule=rule, origin=origin)])
-    return _shared(launch, environ)
+    return _if_shared(launch, environ)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -360,7 +360,7 @@ def _config(candidate: Candidate, steps: int) -> RunConfig:
 
 @contextmanager
 def turns(start: StartTurn, log: Callable[[str], None]) -> Iterator[Callable[[str, RunConfig], Turn]]:
-    """Yield a function that says what it measures, and runs a turn in a folder of its own, of which nothing is left."""
+    """Yield a function that logs what it measures and runs a turn in a new folder; the block removes all folders."""
     with scratch_folder() as folder:
         numbers = itertools.count()
 

@@ -112,7 +112,7 @@ def search_workers(
         for choice in choices * (rounds - 1):
             if choice.is_measured:
                 measure(choice)
-    return _judged(choices)
+    return _search_result(choices)
 
 
 def _config(cfg: RunConfig, count: int, num_steps: int) -> RunConfig:
@@ -133,7 +133,7 @@ def _input_share(choice: Choice) -> float:
     return 0.0 if spread is None else spread.median / _step_s(choice)
 
 
-def _judged(choices: list[Choice]) -> WorkerSearch:
+def _search_result(choices: list[Choice]) -> WorkerSearch:
     first, shortest = choices[0], min(map(_step_s, choices))
     if not first.is_measured:
         reason = f"0, because the training could not be measured: {first.failure}"

@@ -21,8 +21,8 @@ from trainkit.strategies.base import Remedies
 
 PAYS: Final = 0.5
 """A replica pays if it adds at least this share of the speed of the first one."""
-_WALL: Final = 0.05
-_HELPS: Final = 1.05
+_LINK_SHARE: Final = 0.05
+_LEAST_GAIN: Final = 1.05
 """A remedy is named if it increases the samples per second by at least this factor."""
 _SPARES: Final = (0.01, 0.02, 0.05, 0.1, 0.2)
 """Shares of the replicas that are tried as spares."""
@@ -91,14 +91,14 @@ def remedies(work: Workload, replicas: int, keys: Remedies, *, has_tables: bool 
     with_spares, half = replace(work, spares=spares), replicas // 2
     tried: list[tuple[str, str | Literal[False, 0] | None, Workload, bool]] = [
         ("a batch four times as large", "batch.global_size x 4, or batch.accumulation", large, True),
-        ("local SGD, an exchange in 8 steps", "strategy=local_sgd", _sending(work, 1 / 8, messages=1 / 8), True),
-        ("gradients in 16 bits", keys.compression, _sending(work, 0.5), True),
+        ("local SGD, an exchange in 8 steps", "strategy=local_sgd", _with_exchange(work, 1 / 8, messages=1 / 8), True),
+        ("gradients in 16 bits", keys.compression, _with_exchange(work, 0.5), True),
         ("a sum through shared memory", keys.shared_memory, replace(work, within=within), False),
-        ("twice the servers", have and f"strategy.servers={2 * have}", _sending(work, wall=0.5), False),
+        ("twice the servers", have and f"strategy.servers={2 * have}", _with_exchange(work, wall=0.5), False),
         (
             "sparse gradients, a tenth of the rows",
             has_tables and "nn.Embedding(sparse=True)",
-            _sending(work, 0.1),
+            _with_exchange(work, 0.1),
             False,
         ),
         (f"{spares} spares for the slowest", keys.spares and f"{keys.spares}={spares}", with_spares, False),
@@ -110,7 +110,7 @@ def remedies(work: Workload, replicas: int, keys: Remedies, *, has_tables: bool 
     return [
         Remedy(name=name, key=key, gain=rate / base, replicas=replicas, other_training=other)
         for name, key, rate, other in sorted(rates, key=lambda item: -item[2])
-        if rate >= _HELPS * base
+        if rate >= _LEAST_GAIN * base
     ]
 
 
@@ -127,13 +127,13 @@ def servers_needed(work: Workload, replicas: int, num_servers: int) -> int | Non
         None if even 1,024 times the servers do not suffice.
     """
     for power in range(11):
-        step = model.predict(_sending(work, wall=1 / (1 << power)), replicas)
-        if step.parts["fullest link"] < _WALL * step.total_s:
+        step = model.predict(_with_exchange(work, wall=1 / (1 << power)), replicas)
+        if step.parts["fullest link"] < _LINK_SHARE * step.total_s:
             return num_servers << power
     return None
 
 
-def _sending(work: Workload, share: float = 1.0, *, wall: float = 1.0, messages: float = 1.0) -> Workload:
+def _with_exchange(work: Workload, share: float = 1.0, *, wall: float = 1.0, messages: float = 1.0) -> Workload:
     """Return the workload with shares of the bytes, of those of the busiest link, and of the messages."""
 
     def exchange(replicas: int) -> Exchange:

@@ -437,7 +437,7 @@ class SweepLoop:
                 self._show()
                 if not self._running:
                     break
-                self._take()
+                self._handle_event()
                 self._poll()
 
     def end_all(self) -> None:
@@ -450,10 +450,10 @@ class SweepLoop:
     def _fill(self) -> None:
         """Start jobs while any fits into the free slots."""
         while (free := self._sweep.slots.free) and (job := self._source.next(free)) is not None:
-            if not self._need_not_run(job):
+            if not self._has_result(job):
                 self._begin(job)
 
-    def _need_not_run(self, job: SweepJob) -> bool:
+    def _has_result(self, job: SweepJob) -> bool:
         """Return whether the result of a job exists already, or is being computed."""
         sweep = self._sweep
         again = f"{job.label or 'the point'}: equals job {job.name}, which runs only once"
@@ -477,7 +477,7 @@ class SweepLoop:
         if is_listed:
             self._screen.report(again)
         else:
-            self._screen.report(f"{_named(job)}: already has a result, in {job.folder}")
+            self._screen.report(f"{_title(job)}: already has a result, in {job.folder}")
             self._lines[job.name] = JobLine(
                 name=job.name, label=job.label, state="done", progress=watched(job.folder, job.folder)
             )
@@ -515,11 +515,11 @@ class SweepLoop:
         self._running[self._number] = _Running(job=job, process=process, grant=grant, line=line, begun=time.monotonic())
         before = "" if status.state == "unknown" else f": the run {status.summary()}"
         text = "starts" if not goes_on else f"goes on{before}" if tries == 1 else f"continues, try {tries}"
-        self._screen.report(f"{_named(job)} {text}", transient=True)
+        self._screen.report(f"{_title(job)} {text}", transient=True)
 
     # --- waiting
 
-    def _take(self) -> None:
+    def _handle_event(self) -> None:
         """Wait for an event and handle it."""
         try:
             event = self._events.get(timeout=_POLL_S)
@@ -595,7 +595,7 @@ class SweepLoop:
         pruned = running.stopped_by_search and code in STOPPED
         may_retry = not self.signals and not pruned and code not in NOT_TRIED_AGAIN and not self._sweep.is_spent
         if may_retry and self._tries[job.name] <= self._sweep.retries:
-            self._screen.report(f"{_named(job)}: {died(code)}; it is tried again")
+            self._screen.report(f"{_title(job)}: {died(code)}; it is tried again")
             self._begin(job)  # at once: its slots are free, and it precedes jobs that have not started
             self._running[self._number].duplicates = running.duplicates
             return
@@ -603,7 +603,7 @@ class SweepLoop:
         state: State = "done" if code == 0 else "pruned" if pruned else "stopped" if code in STOPPED else "failed"
         running.line.state = state
         self._sweep.note()
-        text, log = f"{_named(job)} {state}", job.folder / LOG
+        text, log = f"{_title(job)} {state}", job.folder / LOG
         if state == "failed":
             last = last_line(log)
             text += f": {died(code)}{f', {last}' if last else ''} ({log})"
@@ -629,5 +629,5 @@ class SweepLoop:
         )
 
 
-def _named(job: SweepJob) -> str:
+def _title(job: SweepJob) -> str:
     return f"job {job.name} ({job.label})" if job.label else f"job {job.name}"

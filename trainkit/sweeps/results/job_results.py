@@ -49,7 +49,7 @@ STUDY_FILE: Final = "optuna.db"
 _MAX_BYTES: Final = 256 << 20
 """Size limit of the list of jobs, which has about 500 bytes per job."""
 _JOB: Final[Mapping[str, Kind]] = {"job": str, "folder": str, "overrides": list, "exit_code": (int, type(None))}
-_LATER: Final[Mapping[str, Kind]] = {"config": str, "slots": int, "tries": int, "pruned": bool}
+_OPTIONAL: Final[Mapping[str, Kind]] = {"config": str, "slots": int, "tries": int, "pruned": bool}
 _RESULT: Final[Mapping[str, Kind]] = {
     "status": (str, type(None)),
     "reason": (str, type(None)),
@@ -240,7 +240,7 @@ def read_sweep(folder: Path) -> tuple[list[Row], dict[str, float]]:
     path = folder / SWEEP_FILE
     try:
         data = read_map(path, {"jobs": list}, optional={"spent": dict}, limit=_MAX_BYTES)
-        jobs = expect_maps(data["jobs"], _JOB, optional=_LATER)
+        jobs = expect_maps(data["jobs"], _JOB, optional=_OPTIONAL)
         for job in jobs:
             subfolder = Path(job["folder"])
             if subfolder.is_absolute() or ".." in subfolder.parts:
@@ -249,7 +249,7 @@ def read_sweep(folder: Path) -> tuple[list[Row], dict[str, float]]:
                 raise ValueError(f"an override of its job {job['job'][:40]!a} is not text")
     except ValueError as error:
         raise UnreadableError(path, str(error)) from None
-    fields = [{name: job[name] for name in (*_JOB, *_LATER) if name in job} for job in jobs]
+    fields = [{name: job[name] for name in (*_JOB, *_OPTIONAL) if name in job} for job in jobs]
     rows = [Row(**{**job, "folder": folder / job["folder"], "overrides": tuple(job["overrides"])}) for job in fields]
     return rows, {name: float(value) for name, value in data.get("spent", {}).items() if isinstance(value, int | float)}
 

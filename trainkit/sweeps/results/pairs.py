@@ -249,16 +249,16 @@ def _answer(
     )
     winner: Literal["a", "b"] = "b" if result.answer == "better" else "a"
     open_again = replace(result, answer="not distinguishable yet", more_pairs=None)
-    if result.answer in _SIDED and _diverged(pairs, winner) > _diverged(pairs, "a" if winner == "b" else "b"):
+    if result.answer in _DECIDED and _diverged(pairs, winner) > _diverged(pairs, "a" if winner == "b" else "b"):
         text = "has the better values where both end, and is not better, as more of its runs diverged"
         return open_again, [f"{winner.upper()} {text}"]
     is_tie = resolution > 0 and abs(result.difference) <= resolution * 1.001
-    if is_tie and result.answer in (*_SIDED, "not distinguishable yet"):
+    if is_tie and result.answer in (*_DECIDED, "not distinguishable yet"):
         return open_again, [f"a tie: the means differ by one step of {goal.metric}, {figure(resolution)}, or less"]
     return result, []
 
 
-_SIDED: Final = ("better", "worse")
+_DECIDED: Final = ("better", "worse")
 
 
 def _line(comparison: PairedComparison, counted: int) -> str:
