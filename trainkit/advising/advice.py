@@ -86,14 +86,14 @@ def families(*, devices: int, strategy_given: bool, precisions: tuple[str, ...])
             continue
         counts = _counts(devices) if _strategies()[name].spread_over(1) else [1]
         ways = tuple(
-            Way(strategy=name, devices=count, precision=precision, overrides=(*_on(name, count), *added))
+            Way(strategy=name, devices=count, precision=precision, overrides=(*_overrides(name, count), *added))
             for count in counts
         )
         if ways:
             yield ways
 
 
-def _on(name: str, count: int) -> tuple[str, ...]:
+def _overrides(name: str, count: int) -> tuple[str, ...]:
     """Return the overrides of a strategy on `count` devices."""
     keys = _strategies()[name].spread_over(count) or {}
     return f"strategy={name}", *(f"strategy.{key}={value}" for key, value in keys.items())
@@ -186,23 +186,23 @@ class Advice:
 
     def _compared(self, tried: Tried) -> str:
         if tried is self.best:
-            return f"the {_MOST[self.goal]}"
+            return f"the {_BEST_TEXTS[self.goal]}"
         best = self.ranking[0]
         ratio = metric(tried, self.goal) / metric(best, self.goal)
         if ratio > NEAR:
-            return f"{round(ratio) if ratio >= 10 else round(ratio, 1):,} times {_OF[self.goal]}"
+            return f"{round(ratio) if ratio >= 10 else round(ratio, 1):,} times {_RATIO_TEXTS[self.goal]}"
         harder = "a more complex strategy" if tried.way.strategy != best.way.strategy else "in another precision"
         harder = harder if tried.way.devices == best.way.devices else f"on {tried.way.devices} devices"
-        return f"{_AS[self.goal]} within {NEAR - 1:.0%}, and {harder}"
+        return f"{_NEAR_TEXTS[self.goal]} within {NEAR - 1:.0%}, and {harder}"
 
 
-_MOST: Final[Mapping[Goal, str]] = {
+_BEST_TEXTS: Final[Mapping[Goal, str]] = {
     "time": "shortest step",
     "cost": "fewest device seconds a step",
     "memory": "least memory a device",
 }
-_AS: Final[Mapping[Goal, str]] = {"time": "as fast", "cost": "as cheap", "memory": "as little memory"}
-_OF: Final[Mapping[Goal, str]] = {"time": "the time", "cost": "the device seconds", "memory": "the memory"}
+_NEAR_TEXTS: Final[Mapping[Goal, str]] = {"time": "as fast", "cost": "as cheap", "memory": "as little memory"}
+_RATIO_TEXTS: Final[Mapping[Goal, str]] = {"time": "the time", "cost": "the device seconds", "memory": "the memory"}
 
 
 def metric(tried: Tried, goal: Goal) -> float:

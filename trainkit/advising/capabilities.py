@@ -84,7 +84,7 @@ ALIASES: Final = {"multi_worker_mirrored": "mirrored", "tensor_parallel": "mesh:
 """Strategy -> the column that stands for it."""
 
 
-def _under(feature: Composition, strategy: Composition) -> Composition:
+def _with_strategy(feature: Composition, strategy: Composition) -> Composition:
     """Return the composition of a feature with the strategy of another one."""
     origins = {path: origin for path, origin in feature.origins.items() if path[0] != "strategy"}
     return replace(
@@ -144,6 +144,6 @@ def capabilities(
             if any(key_of(word).startswith("strategy") for word in words):  # of a choice: they are composed together
                 composition = composed(*text, *arguments, *strategy, *words[len(text) + len(arguments) :])
             else:
-                composition = _under(composed(*words), composed(*strategy))
+                composition = _with_strategy(composed(*words), composed(*strategy))
             supported, reason = _answer(composition, opened)
             yield Capability(feature=feature.replace("`", ""), strategy=name, supported=supported, reason=reason)

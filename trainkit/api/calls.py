@@ -434,7 +434,7 @@ def composed(
     refuse([*_odd_values(keys)])
     arguments = [*(setting(group, name) for group, name in objects.choices.items()), *_arguments(keys)]
     if isinstance(run, RunConfig):
-        run, packages = _by_hand(run, packages), ()
+        run, packages = _of_config(run, packages), ()
     if isinstance(run, Composition):
         searched = {"config_dirs": config_dirs, "packages": packages}
         beside = [*map(key_of, arguments), *(name for name, value in searched.items() if value)]
@@ -448,13 +448,13 @@ def composed(
         recipe = ["recipe=null"] if has_object and not has_recipe else []
         composition = compose_run([*recipe, *run, *arguments], config_dirs=config_dirs, packages=packages)
     composition, others = fitted(composition, check_names)
-    problems = [*_beside(objects, composition.given_keys), *_without_rate(objects), *others]
+    problems = [*_replaced_keys(objects, composition.given_keys), *_without_rate(objects), *others]
     refuse(problems)
     trusted = dict.fromkeys((*composition.packages, *objects.packages, *([IN_PROCESS] if objects.in_process else [])))
     return replace(_with_nodes(composition, objects.nodes), packages=tuple(trusted)), objects
 
 
-def _by_hand(cfg: RunConfig, packages: Sequence[str]) -> Composition:
+def _of_config(cfg: RunConfig, packages: Sequence[str]) -> Composition:
     """Return the composition of a config made by hand: a group that it leaves out is that of `recipe=null`.
 
     Callbacks and loggers are lists of what is wanted: left out, there are none.
@@ -537,7 +537,7 @@ def _without_rate(objects: Objects) -> Iterator[Problem]:
         yield Problem(key="optimizer", rule=rule)
 
 
-def _beside(objects: Objects, keys: Sequence[str]) -> Iterator[Problem]:
+def _replaced_keys(objects: Objects, keys: Sequence[str]) -> Iterator[Problem]:
     """Yield the keys of a choice that an object replaces."""
     for key in keys:
         group = key.partition(".")[0]

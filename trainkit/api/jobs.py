@@ -169,7 +169,7 @@ def evaluate(arguments: JobArguments) -> Evaluated:
 
 @contextmanager
 def _draft(root: Path) -> Iterator[Path]:
-    """Give a new folder for an evaluation; deleted if it is still there at the end of the block.
+    """Yield a new folder for an evaluation; it is deleted if it is still there at the end of the block.
 
     Drafts that killed evaluations have left are deleted first.
     """
@@ -279,7 +279,7 @@ def predict_to_file(arguments: JobArguments, *, out: Path, overwrite: bool = Fal
         elif file.is_dir() and not file.is_symlink():
             refused.append((file, "is a folder. Give another name."))
     if refused:
-        raise ConfigError(_of_out(file, rule) for file, rule in refused)
+        raise ConfigError(_file_problem(file, rule) for file, rule in refused)
     (trained, job), log = _prepared(arguments, "predict"), arguments.log
     folder, chunks, nonfinite = out.with_name(f"{out.name}.parts"), job.chunks, 0
     for note in remarks([job.dataset], job.parts.hooks):
@@ -311,7 +311,7 @@ def predict_to_file(arguments: JobArguments, *, out: Path, overwrite: bool = Fal
     )
 
 
-def _of_out(file: Path, rule: str) -> Problem:
+def _file_problem(file: Path, rule: str) -> Problem:
     return Problem(key="--out", value=str(file), rule=rule, origin=COMMAND_LINE)
 
 
@@ -353,7 +353,7 @@ def _parts_folder(folder: Path, identity: Mapping[str, Any], *, overwrite: bool)
         record = read_map(folder / _RECORD, {"version": int, "weights": str})
     except UnreadableError:
         rule = "exists and was not written by a prediction. Rename it, or give another file."
-        raise ConfigError([_of_out(folder, rule)]) from None
+        raise ConfigError([_file_problem(folder, rule)]) from None
     with locked(folder / _LOCK):
         differing = [key for key, value in identity.items() if record.get(key) != value]
         if differing and not overwrite:
@@ -364,7 +364,7 @@ def _parts_folder(folder: Path, identity: Mapping[str, Any], *, overwrite: bool)
                 f"holds the parts of another prediction, which differs in {', '.join(differing)}{values}. Continue "
                 "that one, give another file, or drop its parts by --overwrite."
             )
-            raise ConfigError([_of_out(folder, rule)])
+            raise ConfigError([_file_problem(folder, rule)])
         if differing:
             Parts(folder=folder, chunks=Chunks(num_rows=0, batch_size=1)).remove()
             write_json_atomically(folder / _RECORD, identity)

@@ -204,7 +204,7 @@ def _document(planned: _Planned) -> dict[str, object]:
     }
 
 
-def _more(planned: _Planned) -> Iterator[tuple[str, str]]:
+def _step_rows(planned: _Planned) -> Iterator[tuple[str, str]]:
     plan = planned.plan
     last = plan.batch.batch_size(plan.batch.steps_per_epoch - 1)
     if last < plan.batch.global_size:

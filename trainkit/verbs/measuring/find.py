@@ -21,7 +21,7 @@ from trainkit.verbs.support.call import Call
 from trainkit.verbs.support.measured import Results, begin, line_printer, measure
 from trainkit.verbs.support.table import VERBS
 
-_OF_ONE: Final = {"min-lr": "lr", "max-lr": "lr", "rounds": "micro_size"}
+_ARGUMENT_OF: Final = {"min-lr": "lr", "max-lr": "lr", "rounds": "micro_size"}
 """Flag -> the only argument that takes it."""
 _print_line: Final = line_printer("find")
 
@@ -120,7 +120,7 @@ def problems(call: Call) -> Iterator[Problem]:
         yield Problem(key="find", value=key or MISSING, rule=rule, origin=COMMAND_LINE)
         return
     for name in call.flags:
-        if _OF_ONE.get(name, key) != key:
+        if _ARGUMENT_OF.get(name, key) != key:
             yield call.problem(name, f"has no effect with find {key}.")
     low, high = _rates(call)
     if key == "lr" and low >= high:

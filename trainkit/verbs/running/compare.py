@@ -98,7 +98,7 @@ def _split(words: Sequence[str]) -> list[str]:
 
 
 def _trained(call: Call, sides: list[Side], judged: Callable[..., PairedComparison]) -> PairedComparison:
-    """Train what is missing of the sides, of which the first may be given, and return their comparison."""
+    """Train the missing runs of both sides, of which the first may be a folder, and return their comparison."""
     from trainkit.cluster.host import count_gpus, num_cores  # noqa: PLC0415 - imports torch
     from trainkit.sweeps.launching import SharedWarmStarter  # noqa: PLC0415 - the same
     from trainkit.sweeps.results.starts import shapes_differ, write_start  # noqa: PLC0415 - the same
@@ -183,7 +183,7 @@ def _planned(call: Call, lines: Sequence[str]) -> RunConfig:
 
 
 def _side(name: str, cfg: RunConfig, state: State) -> Side:
-    """Return a side with the runs that its folder holds, which is named by all that decides them."""
+    """Return a side with the runs in its folder, whose name is a hash of everything that decides them."""
     from trainkit.sweeps.launching import identity  # noqa: PLC0415 - imports torch
 
     folder = _ROOT / f"{state.sha256[:10]}-{identity(replace(cfg, seed=0))[:6]}"

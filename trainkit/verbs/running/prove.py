@@ -38,7 +38,7 @@ _WORDS: Final = {"equal": "equal, every bit", "rounding": "equal up to rounding"
 _ANSWERS: Final = {"yes": "yes", "no": "NO", "unknown": "NOT KNOWN"}
 
 
-_OF_AXIS: Final = {
+_AXIS_OF: Final = {
     "plan": "tensor", "reduce": "replicate", "compression": "replicate",
     **dict.fromkeys(("wrap", "reshard_after_forward", "sync", "offload"), "shard"),
     **dict.fromkeys(("schedule", "virtual_stages", "map"), "pipe"),
@@ -146,7 +146,7 @@ def _config_on(call: Call, mesh: Mapping[str, int]) -> RunConfig:
     Raises:
         ConfigError: it is refused.
     """
-    idle = {f"strategy.{key}" for key, axis in _OF_AXIS.items() if mesh[axis] == 1}
+    idle = {f"strategy.{key}" for key, axis in _AXIS_OF.items() if mesh[axis] == 1}
     lines = [line for line in call.overrides if key_of(line) not in {"strategy", *idle}]
     sizes = [f"strategy.{axis}={size}" for axis, size in mesh.items()]
     return replace(call, overrides=(*lines, "strategy=mesh", *sizes)).compose().cfg

@@ -75,7 +75,7 @@ def run(call: Call) -> int:
             report_page=False,
             quiet=quiet,
         )
-        differing = list(_elsewhere(folder, again))
+        differing = list(_differences(folder, again))
         if not quiet:
             sys.stdout.writelines(f"differs here: {text}\n" for text in differing)
         done = train(again, run_dir=call.flags.get("out"), packages=[*call.packages, *packages])
@@ -116,7 +116,7 @@ def _threads_of(folder: Path) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _elsewhere(folder: Path, cfg: RunConfig) -> Iterator[str]:
+def _differences(folder: Path, cfg: RunConfig) -> Iterator[str]:
     """Yield what differs between the place where a run was trained and this one."""
     from trainkit.run.begin import devices, git_state, packages  # noqa: PLC0415 - imports torch
 

@@ -46,7 +46,7 @@ def run(call: Call) -> int:
 
 
 def template_of(composition: Composition) -> AbstractContextManager[None]:
-    """Return a block that forks the template of the ranks first, if there will be several.
+    """Return a context that first forks the template of the ranks, if there will be several.
 
     The names of the composition are checked. Code of the user has not been imported, unless the check did: then, and
     with a strategy of the user's, the ranks are forked from a new interpreter.

@@ -36,7 +36,7 @@ _REFUSED: Final = {
     ("--experimental-rerun",): "trainkit resume RUN continues a run.",
 }
 """Flags of Hydra, and what serves here."""
-_OF_TRAINKIT: Final = (
+_COMMON_FLAGS: Final = (
     "help", "version", "multirun", "config-dir", "allow-package", "no-project", "cfg", "shell-completion"
 )  # fmt: skip
 
@@ -230,7 +230,7 @@ def parse(words: Sequence[str]) -> tuple[Call, dict[str, Any]]:
     call = Call(
         verb=verb or "train",
         arguments=tuple(bare),
-        flags={name: value for name, value in flags.items() if name not in _OF_TRAINKIT},
+        flags={name: value for name, value in flags.items() if name not in _COMMON_FLAGS},
         overrides=tuple(overrides),
         config_dirs=tuple(dict.fromkeys([*config_dirs, *(project.config_dirs if project else ())])),
         packages=tuple(dict.fromkeys([*packages, *(project.packages if project else ())])),
@@ -244,7 +244,7 @@ def parse(words: Sequence[str]) -> tuple[Call, dict[str, Any]]:
     if problems:
         problems += call.package_problems()
         raise ConfigError([*problems, *(call.key_problems() if about.composes and has_all else ())])
-    return call, {name: value for name, value in flags.items() if name in _OF_TRAINKIT}
+    return call, {name: value for name, value in flags.items() if name in _COMMON_FLAGS}
 
 
 @dataclass(frozen=True, kw_only=True)
