@@ -186,15 +186,12 @@ class _Writer(GenerateJsonSchema):
 def _documented(schema: Schema, kind: Any) -> Schema:
     docs = doc_lines(kind)
     keys = {name: {**entry, **_described(docs.get(name))} for name, entry in schema.get("properties", {}).items()}
-    return {"type": "object", **_described(summary(kind)), **_without_title(schema), "properties": keys}
+    rest = {name: value for name, value in schema.items() if name not in ("title", "description")}
+    return {"type": "object", **_described(summary(kind)), **rest, "properties": keys}
 
 
 def _described(text: str | None) -> Schema:
     return {"description": text} if text else {}
-
-
-def _without_title(schema: Schema) -> Schema:
-    return {name: value for name, value in schema.items() if name not in ("title", "description")}
 
 
 def _adapter(hint: Any) -> TypeAdapter[Any] | None:

@@ -118,21 +118,13 @@ def maths_keys(cfg: RunConfig) -> dict[str, Any]:
         >>> keys["seed"], "loader.prefetch" in keys
         (3, False)
     """
-    return {
-        dotted(path): value for path, value, tag in _tagged(cfg) if tag.tag is Tag.maths and not _neutral(value, tag)
-    }
-
-
-def _tagged(cfg: RunConfig) -> Iterator[tuple[KeyPath, Any, Tagged]]:
+    keys = {}
     for path, value in leaves(cfg.to_dict()):
-        if _refers(value) or _is_unused(cfg, path):
-            continue
-        yield path, value, tag_of(cfg, path)
-
-
-def _refers(value: Any) -> bool:
-    """Return whether a value refers to an environment variable that holds a secret."""
-    return variable_of(value) is not None
+        if variable_of(value) is None and not _is_unused(cfg, path):
+            tagged = tag_of(cfg, path)
+            if tagged.tag is Tag.maths and not _neutral(value, tagged):
+                keys[dotted(path)] = value
+    return keys
 
 
 def _is_unused(cfg: RunConfig, path: KeyPath) -> bool:
@@ -200,7 +192,7 @@ def difference(left: RunConfig, right: RunConfig) -> list[Difference]:
     differences = []
     for path in dict.fromkeys((*lefts, *rights)):
         left_value, right_value = lefts.get(path), rights.get(path)
-        if _refers(left_value) or _refers(right_value):
+        if variable_of(left_value) or variable_of(right_value):  # a secret
             if left_value != right_value:
                 differences.append(Difference(key=dotted(path), left=left_value, right=right_value, tag=Tag.cosmetic))
             continue
