@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Final
 
 from trainkit.cluster.address import Address, is_loopback
 from trainkit.cluster.launch import LaunchEnvironment
@@ -31,7 +31,7 @@ def member_problems(members: Members, *, key: str, origin: str = "") -> Iterator
         if role in _SINGLE and len(texts) > 1:
             other = " List the others under worker." if role == "chief" else ""
             rule = f"a cluster has one {role}, and {len(texts)} are given.{other}"
-            yield Problem(key=inner, value=_listed(texts), rule=rule, origin=origin)
+            yield Problem(key=inner, value=f"[{', '.join(texts)}]", rule=rule, origin=origin)
         for index, text in enumerate(texts):
             try:
                 address = Address.parse(text).canonical
@@ -131,7 +131,3 @@ def _unknown_role(role: str) -> str:
     near = closest(role, ROLES)
     hint = f"Did you mean {near}? " if near else ""
     return f"no such role. {hint}There are: {', '.join(ROLES)}."
-
-
-def _listed(values: Sequence[Any]) -> str:
-    return f"[{', '.join(map(str, values))}]"

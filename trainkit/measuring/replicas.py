@@ -19,7 +19,7 @@ from trainkit.run.estimates import hardware as estimates
 from trainkit.run.planning.plan import RunPlan, make_plan
 from trainkit.scaling.answers import MeasuredShare
 from trainkit.scaling.fit import Fit, Point, fit
-from trainkit.scaling.model import Exchange, Exchanges, Interval, Link, Workload
+from trainkit.scaling.model import Exchange, Interval, Link, Workload
 from trainkit.strategies.base import Scaled, StepCut, Strategy, Transfer
 from trainkit.strategies.shipped import names_of
 from trainkit.strategies.traffic import traffic_of
@@ -199,27 +199,22 @@ def workload(training: Scalable, measured: Measured, *, within: Link) -> Workloa
     seconds = {count: time.median for count, choice in measured.shares.items() if (time := choice.step_s) is not None}
     spread = first.spread("step_spread")
     in_memory = all(transfer.by == "memory" for transfer in training.transfers(2) or ())
+
+    @cache
+    def exchange(replicas: int) -> Exchange:
+        transfers = training.transfers(replicas) or ()
+        return exchange_of(transfers, waits=training.at(replicas).waits) if replicas > 1 else Exchange()
+
     return Workload(
         share_s=seconds,
         samples=training.plan.batch.global_size,
         grows=not training.at(2).waits,
-        exchange=_exchanges(training),
+        exchange=exchange,
         within=replace(within, bandwidth=4 * within.bandwidth) if in_memory else within,
         cores=training.cores if training.on_cpu else None,
         spread=min(spread.median if spread is not None else 0.0, 1.0),
         input_share=min(waiting.median / step.median, 1.0) if waiting is not None else 0.0,
     )
-
-
-def _exchanges(training: Scalable) -> Exchanges:
-    """Return the exchanges of a training, computed from the bytes of its strategy."""
-
-    @cache
-    def of(replicas: int) -> Exchange:
-        transfers = training.transfers(replicas) or ()
-        return exchange_of(transfers, waits=training.at(replicas).waits) if replicas > 1 else Exchange()
-
-    return of
 
 
 def exchange_of(transfers: Sequence[Transfer], *, waits: bool) -> Exchange:

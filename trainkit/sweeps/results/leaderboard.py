@@ -107,17 +107,8 @@ class Leaderboard:
 
     def _head(self) -> list[str]:
         steps = ["steps"] if self._lengths_differ else []
-        return [
-            "#",
-            "job",
-            "status",
-            self.goal.metric,
-            *filter(None, [self.also]),
-            *steps,
-            "overrides",
-            "time",
-            "folder",
-        ]
+        metrics = [self.goal.metric, *filter(None, [self.also])]
+        return ["#", "job", "status", *metrics, *steps, "overrides", "time", "folder"]
 
     def _rows(self) -> list[list[str]]:
         return [[str(rank), *self._cells(entry)] for rank, entry in enumerate(self.entries, start=1)]

@@ -102,7 +102,9 @@ def read_side(name: str) -> Side:
     points = [run for run in runs if not is_run or run.result.folder.absolute() == folder.absolute()]
     if not points:
         raise refusal(name, "has not ended." if is_run else f"{NO_RUN} Give the folder of a run or of a sweep.")
-    alike = [run for run in runs if not _matters(points[0].cfg, run.cfg)]
+    # runs that differ in seed, fold and keys that change no result
+    point = _of_any_seed(points[0].cfg)
+    alike = [run for run in runs if not any(item.matters for item in difference(point, _of_any_seed(run.cfg)))]
     if others := [run for run in points if run not in alike]:
         rule = f"holds several points. Give a run of each: {points[0].result.folder} {others[0].result.folder}"
         raise refusal(name, rule)
@@ -127,12 +129,6 @@ def _with_configs(entries: Iterable[JobResult]) -> Iterator[Run]:
         cfg = config_of(entry.folder) if has_ended or (entry.status == "stopped" and code == 0) else None
         if cfg is not None:
             yield Run(result=entry, cfg=cfg)
-
-
-def _matters(left: RunConfig, right: RunConfig) -> bool:
-    """Return whether two configs differ in more than seed, fold and what changes no result."""
-    same = [_of_any_seed(cfg) for cfg in (left, right)]
-    return any(item.matters for item in difference(*same))
 
 
 def _of_any_seed(cfg: RunConfig) -> RunConfig:
