@@ -259,8 +259,8 @@ def other_training(
     A length or warmup that is replaced by another key of its kind is not a problem of its own: nobody gave it.
 
     Example:
-        >>> found = difference(RunConfig(steps=3), RunConfig(name="b", epochs=2.0))
-        >>> [str(problem) for problem in other_training(found, run=Path("outputs/a"))]
+        >>> changes = difference(RunConfig(steps=3), RunConfig(name="b", epochs=2.0))
+        >>> [str(problem) for problem in other_training(changes, run=Path("outputs/a"))]
         ['epochs=2.0: the run to resume, outputs/a, has steps=3. Give it the same value.']
     """
     mattering = {change.key: change for change in differences if change.matters}

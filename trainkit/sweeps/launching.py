@@ -289,8 +289,8 @@ def identity(cfg: RunConfig) -> str:
     unlike in the fingerprint: a sweep over strategies has separate points. Secrets do not count.
 
     Example:
-        >>> one, other = RunConfig(name="a"), RunConfig(name="b", log_every_steps=3)
-        >>> identity(one) == identity(other) != identity(RunConfig(seed=1))
+        >>> first, second = RunConfig(name="a"), RunConfig(name="b", log_every_steps=3)
+        >>> identity(first) == identity(second) != identity(RunConfig(seed=1))
         True
     """
     counted = {

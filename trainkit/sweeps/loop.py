@@ -253,9 +253,9 @@ class Slots:
             devices=devices, environ={**self.threads, **({} if names is None else {VISIBLE: names}), **shared}
         )
 
-    def give_back(self, grant: SlotLease) -> None:
+    def give_back(self, lease: SlotLease) -> None:
         """Take the slots of an ended job back."""
-        for device in grant.devices:
+        for device in lease.devices:
             self._room[device] += 1
 
     def problems(self, label: str, count: int) -> list[Problem]:
@@ -282,7 +282,7 @@ _MOST_SIGNALS: Final = 2
 class _Running:
     job: SweepJob
     process: JobProcess
-    grant: SlotLease
+    lease: SlotLease
     line: JobLine
     begun: float
     duplicates: list[SweepJob] = field(default_factory=list)
@@ -485,7 +485,7 @@ class SweepLoop:
         return True
 
     def _begin(self, job: SweepJob) -> None:
-        grant = self._sweep.slots.take(job.slots)
+        lease = self._sweep.slots.take(job.slots)
         tries = self._tries[job.name] = self._tries.get(job.name, 0) + 1
         status = read_status(RunFolder(job.folder))
         row = self._sweep.record.rows[job.name]
@@ -500,19 +500,19 @@ class SweepLoop:
                 JobCommand(
                     number=self._number,
                     command=command,
-                    environ=grant.environ,
+                    environ=lease.environ,
                     log=job.folder / LOG,
                     report=self._events.put,
                     slots=job.slots,
                 )
             )
         except BaseException:
-            self._sweep.slots.give_back(grant)
+            self._sweep.slots.give_back(lease)
             raise
         line = JobLine(name=job.name, label=job.label)
         self._lines.pop(job.name, None)
         self._lines[job.name] = line
-        self._running[self._number] = _Running(job=job, process=process, grant=grant, line=line, begun=time.monotonic())
+        self._running[self._number] = _Running(job=job, process=process, lease=lease, line=line, begun=time.monotonic())
         before = "" if status.state == "unknown" else f": the run {status.summary()}"
         text = "starts" if not goes_on else f"goes on{before}" if tries == 1 else f"continues, try {tries}"
         self._screen.report(f"{_title(job)} {text}", transient=True)
@@ -531,7 +531,7 @@ class SweepLoop:
             self._forward_signal(event)
         elif (running := self._running.pop(event.attempt, None)) is not None:
             running.process.kill()
-            self._sweep.slots.give_back(running.grant)
+            self._sweep.slots.give_back(running.lease)
             self._end(running, event.code)
 
     def _count(self) -> None:
