@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from trainkit.advising.advice import Figures, Goal, Tried, Way, advise, try_family, try_way
+from trainkit.advising.advice import Figures, Goal, TriedWay, Way, advise, try_family, try_way
 from trainkit.errors import ConfigError, Problem
 
 SAVERS = (("activation_checkpointing=full",), ("activation_checkpointing=full", "batch.micro_size=4"))
@@ -38,8 +38,8 @@ def test_near_figures_count_as_equal_and_the_simplest_way_is_first(goal: Goal, n
 
 
 def test_each_way_has_a_reason() -> None:
-    refused = Tried(way=way("pipeline", 8), overrides=(), refused="strategy.stages=8: is more than the 4 blocks.")
-    unknown = Tried(
+    refused = TriedWay(way=way("pipeline", 8), overrides=(), refused="strategy.stages=8: is more than the 4 blocks.")
+    unknown = TriedWay(
         way=way("mirrored", 2), overrides=(), figures=Figures(needs=1, has=2, fits=None, step_s=None, devices=2)
     )
     advice = advise([ONE, ALL, SHARDED, tried("one_device", 1, 1.0, needs=2**30), refused, unknown], "time")

@@ -11,7 +11,7 @@ import pytest
 from tests.measuring.trainings import config
 from trainkit.config.schema import RunConfig
 from trainkit.measuring.bench import Choice, Turn
-from trainkit.measuring.replicas import Measured, Scalable, exchange_of, measure, scalable, workload
+from trainkit.measuring.replicas import Measurements, ScalableTraining, exchange_of, measure, scalable, workload
 from trainkit.scaling.answers import (
     best_spares,
     checkpoint_interval_s,
@@ -102,7 +102,7 @@ class FakeTurns:
         return Turn(figures={"steps": 10, "samples": 10 * size, "seconds": seconds, "ranks": ranks, "step_spread": 0.1})
 
 
-def mirrored(*overrides: str) -> Scalable:
+def mirrored(*overrides: str) -> ScalableTraining:
     return scalable(config("strategy=mirrored", *overrides))
 
 
@@ -133,7 +133,7 @@ def test_asynchronous_workers_compute_whole_steps() -> None:
         False,
     )
     updates = Choice(label="", turns=[Turn(figures={"steps": 10, "seconds": 0.5})])
-    assert Measured(shares={}, replicas={4: updates}).points(grows=True)[0].step_s == pytest.approx(4 * 0.05)
+    assert Measurements(shares={}, replicas={4: updates}).points(grows=True)[0].step_s == pytest.approx(4 * 0.05)
 
 
 def test_the_link_of_the_servers_carries_the_bytes_of_all_workers() -> None:

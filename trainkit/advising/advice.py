@@ -75,8 +75,8 @@ def families(*, devices: int, strategy_given: bool, precisions: tuple[str, ...])
         precisions: choices of `precision` to try beside that of the config.
 
     Example:
-        >>> found = list(families(devices=4, strategy_given=False, precisions=()))
-        >>> [" ".join(way.overrides) for way in found[1]]
+        >>> ways = list(families(devices=4, strategy_given=False, precisions=()))
+        >>> [" ".join(way.overrides) for way in ways[1]]
         ['strategy=mirrored strategy.replicas=2', 'strategy=mirrored strategy.replicas=4']
     """
     for precision, name in product(("", *precisions), ("",) if strategy_given else _strategies()):
@@ -142,7 +142,7 @@ class Figures:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Tried:
+class TriedWay:
     """One way and its figures, or the reason why it is refused."""
 
     way: Way
@@ -164,17 +164,17 @@ class Advice:
     """The ways, ranked for a goal."""
 
     goal: Goal
-    ranking: tuple[Tried, ...]
+    ranking: tuple[TriedWay, ...]
     """Ways that can be chosen, the best first."""
-    others: tuple[Tried, ...]
+    others: tuple[TriedWay, ...]
     """Ways that cannot."""
 
     @property
-    def best(self) -> Tried | None:
+    def best(self) -> TriedWay | None:
         """The best way; None if there is none."""
         return self.ranking[0] if self.ranking else None
 
-    def reason(self, tried: Tried) -> str:
+    def reason(self, tried: TriedWay) -> str:
         """Return why a way is not the best one; for the best one, why it is."""
         if tried.figures is None:
             return f"refused: {tried.refused}"
@@ -184,7 +184,7 @@ class Advice:
             return f"does not fit: needs {num_bytes(tried.figures.needs)}, has {num_bytes(tried.figures.has)}"
         return self._compared(tried)
 
-    def _compared(self, tried: Tried) -> str:
+    def _compared(self, tried: TriedWay) -> str:
         if tried is self.best:
             return f"the {_BEST_TEXTS[self.goal]}"
         best = self.ranking[0]
@@ -205,7 +205,7 @@ _NEAR_TEXTS: Final[Mapping[Goal, str]] = {"time": "as fast", "cost": "as cheap",
 _RATIO_TEXTS: Final[Mapping[Goal, str]] = {"time": "the time", "cost": "the device seconds", "memory": "the memory"}
 
 
-def metric(tried: Tried, goal: Goal) -> float:
+def metric(tried: TriedWay, goal: Goal) -> float:
     """Return the figure by which a way is ranked; smaller is better."""
     figures = tried.figures
     if figures is None or figures.step_s is None:
@@ -214,19 +214,19 @@ def metric(tried: Tried, goal: Goal) -> float:
     return values[goal]
 
 
-def advise(tried: Sequence[Tried], goal: Goal) -> Advice:
+def advise(tried: Sequence[TriedWay], goal: Goal) -> Advice:
     """Rank ways for a goal.
 
     Each place goes to the simplest of the ways that are within `NEAR` of the best that is left.
 
     Example:
-        >>> def one(devices: int, step_s: float) -> Tried:
+        >>> def tried(devices: int, step_s: float) -> TriedWay:
         ...     figures = Figures(needs=1, has=2, fits=True, step_s=step_s, devices=devices)
         ...     name = "mirrored" if devices > 1 else "one_device"
         ...     way = Way(strategy=name, devices=devices, precision="", overrides=())
-        ...     return Tried(way=way, overrides=(), figures=figures)
-        >>> found = advise([one(1, 1.0), one(8, 0.98)], "time")
-        >>> found.best.way.devices, found.reason(found.ranking[1])
+        ...     return TriedWay(way=way, overrides=(), figures=figures)
+        >>> advice = advise([tried(1, 1.0), tried(8, 0.98)], "time")
+        >>> advice.best.way.devices, advice.reason(advice.ranking[1])
         (1, 'as fast within 10%, and on 8 devices')
     """
     legal = [item for item in tried if item.is_legal]
@@ -243,7 +243,7 @@ Planned = Callable[[Sequence[str]], Figures]
 """Function that plans the config with additional overrides. Raises ConfigError."""
 
 
-def try_way(way: Way, planned: Planned, *, savers: Iterable[tuple[str, ...]], goal: Goal) -> Tried:
+def try_way(way: Way, planned: Planned, *, savers: Iterable[tuple[str, ...]], goal: Goal) -> TriedWay:
     """Plan a way; if it does not fit, add one memory-saving override after another until it does.
 
     For the goal `memory`, the first of them is tried even if the way fits.
@@ -255,16 +255,16 @@ def try_way(way: Way, planned: Planned, *, savers: Iterable[tuple[str, ...]], go
         goal: the goal by which ways are ranked.
     """
     try:
-        best = Tried(way=way, overrides=way.overrides, figures=planned(way.overrides))
+        best = TriedWay(way=way, overrides=way.overrides, figures=planned(way.overrides))
     except ConfigError as error:
-        return Tried(way=way, overrides=way.overrides, refused=str(error.problems[0]))
+        return TriedWay(way=way, overrides=way.overrides, refused=str(error.problems[0]))
     for number, saver in enumerate(savers):
         fits = best.figures is not None and best.figures.fits is not False
         if fits and (goal != "memory" or number):
             break
         overrides = (*way.overrides, *saver)
         try:
-            other = Tried(way=way, overrides=overrides, figures=planned(overrides))
+            other = TriedWay(way=way, overrides=overrides, figures=planned(overrides))
         except ConfigError:
             continue
         if metric(other, "memory") < metric(best, "memory"):
@@ -272,14 +272,14 @@ def try_way(way: Way, planned: Planned, *, savers: Iterable[tuple[str, ...]], go
     return best
 
 
-def try_family(family: Iterable[Way], attempt: Callable[[Way], Tried], goal: Goal) -> list[Tried]:
+def try_family(family: Iterable[Way], attempt: Callable[[Way], TriedWay], goal: Goal) -> list[TriedWay]:
     """Try the ways of one strategy and precision on several numbers of devices, as long as the figures can improve.
 
     With fewer devices, each holds more; more devices never need fewer device seconds. So `memory` starts with the most
     devices and `cost` with the fewest, until a way fits. `time` removes devices as long as that does not make a step
     longer.
     """
-    results: list[Tried] = []
+    results: list[TriedWay] = []
     least = float("inf")
     for way in family if goal == "cost" else reversed(tuple(family)):
         results.append(tried := attempt(way))
@@ -319,7 +319,7 @@ class Planner:
         precisions = ("bf16_mixed",) if is_full and "bf16" in self.hardware.tflops else ()
         return list(families(devices=self.devices, strategy_given=base.is_given("strategy"), precisions=precisions))
 
-    def try_way(self, way: Way, base: Composition, goal: Goal) -> Tried:
+    def try_way(self, way: Way, base: Composition, goal: Goal) -> TriedWay:
         """Plan a way; if it does not fit, with overrides that save memory."""
         savers = [] if base.is_given("activation_checkpointing") else [("activation_checkpointing=full",)]
         is_cut = base.is_given("batch.micro_size") or base.is_given("batch.accumulation")

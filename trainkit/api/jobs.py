@@ -136,7 +136,7 @@ def _of_job(composition: Composition, keys: Mapping[str, str]) -> Composition:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evaluated:
+class Evaluation:
     """An evaluation and its folder."""
 
     folder: Path
@@ -144,7 +144,7 @@ class Evaluated:
     """Content of evaluation.json."""
 
 
-def evaluate(arguments: JobArguments) -> Evaluated:
+def evaluate(arguments: JobArguments) -> Evaluation:
     """Evaluate a trained model on a split, each sample once, and write the results into `evaluations/NAME`.
 
     Raises:
@@ -164,7 +164,7 @@ def evaluate(arguments: JobArguments) -> Evaluated:
         folder = new_folder(root / f"{job.request.split}_{trained.label}")
         (draft / _LOCK).unlink()
         draft.rename(folder)  # which is empty
-    return Evaluated(folder=folder, content=content)
+    return Evaluation(folder=folder, content=content)
 
 
 @contextmanager
@@ -243,7 +243,7 @@ def _report(job: Job, content: Mapping[str, Any], folder: Path) -> Iterator[str]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Predicted:
+class Prediction:
     """A prediction, complete or interrupted."""
 
     files: tuple[Path, ...]
@@ -256,7 +256,7 @@ class Predicted:
     """Rows of the file that hold NaN or infinity."""
 
 
-def predict_to_file(arguments: JobArguments, *, out: Path, overwrite: bool = False) -> Predicted:
+def predict_to_file(arguments: JobArguments, *, out: Path, overwrite: bool = False) -> Prediction:
     """Predict every sample of a split, in its order, exactly once, into a file.
 
     An interrupted prediction leaves `OUT.parts`, and the same call continues it to the same bytes.
@@ -306,7 +306,7 @@ def predict_to_file(arguments: JobArguments, *, out: Path, overwrite: bool = Fal
             blocks = (rows.reshape(len(rows), -1) for rows in parts.contents())
             nonfinite = sum(int((~np.isfinite(rows)).any(-1).sum()) for rows in blocks)
             _remove(parts)
-    return Predicted(
+    return Prediction(
         files=files_of(out), status=status, num_rows=chunks.num_rows, num_done=num_done, num_nonfinite=nonfinite
     )
 

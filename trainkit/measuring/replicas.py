@@ -34,7 +34,7 @@ _ONE_DEVICE: Final = {"_target_": "trainkit.strategies.OneDevice", "device": "au
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scalable:
+class ScalableTraining:
     """A training whose strategy can have any number of replicas."""
 
     cfg: RunConfig
@@ -108,7 +108,7 @@ class Scalable:
         return sorted({*(count for count in SHARES if count < target), target})
 
 
-def scalable(cfg: RunConfig) -> Scalable:
+def scalable(cfg: RunConfig) -> ScalableTraining:
     """Plan a training for `scale`.
 
     Raises:
@@ -122,7 +122,7 @@ def scalable(cfg: RunConfig) -> Scalable:
             f"{names_of(lambda kind: kind.scaled is not Strategy.scaled)}; --simulate needs none of them."
         )
         raise ConfigError([Problem(key="strategy", rule=rule)])
-    training = Scalable(cfg=cfg, plan=plan, model=meta_model(plan.cfg), cores=num_cores())
+    training = ScalableTraining(cfg=cfg, plan=plan, model=meta_model(plan.cfg), cores=num_cores())
     if training.transfers(2) is None:
         rule = "the transfers of this strategy and model are not known before the run; --simulate does not need them."
         raise ConfigError([Problem(key="strategy", rule=rule)])
@@ -130,7 +130,7 @@ def scalable(cfg: RunConfig) -> Scalable:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
+class Measurements:
     """The measurements for the scaling model."""
 
     shares: Mapping[int, Choice]
@@ -159,7 +159,7 @@ class Measured:
 
 
 def measure(
-    training: Scalable,
+    training: ScalableTraining,
     target: int,
     *,
     rounds: int,
@@ -167,7 +167,7 @@ def measure(
     counts: Sequence[int] | None = None,
     log: Callable[[str], None] = lambda _: None,
     start: Callable[..., Turn] = run_turn,
-) -> Measured:
+) -> Measurements:
     """Measure the shares of one replica, then `counts` replicas (default: 2 and 4, if there are devices for them)."""
     shares, replicas = {}, {}
     for count in training.shares(target):
@@ -184,10 +184,10 @@ def measure(
         cfg = replace(training.cfg, steps=_STEPS, strategy={**training.cfg.strategy, **training.at(count).keys})
         candidate = Candidate(label=f"{count} replicas", cfg=cfg, num_steps=_STEPS)
         replicas[count] = bench([candidate], rounds=rounds, steps=steps, log=log, start=start)[0]
-    return Measured(shares=shares, replicas=replicas)
+    return Measurements(shares=shares, replicas=replicas)
 
 
-def workload(training: Scalable, measured: Measured, *, within: Link) -> Workload:
+def workload(training: ScalableTraining, measured: Measurements, *, within: Link) -> Workload:
     """Return the model of a training on this host, as far as one replica determines it.
 
     A sum through memory of the host is assumed four times as fast as one over `within`.
@@ -258,7 +258,7 @@ def _directions(transfers: Sequence[Transfer]) -> dict[tuple[int, bool], float]:
     return total
 
 
-def measured_shares(measured: Measured) -> list[MeasuredShare]:
+def measured_shares(measured: Measurements) -> list[MeasuredShare]:
     """Return what one replica measured."""
     return [
         MeasuredShare(what=choice.label, step_s=Interval(low=seconds.low, middle=seconds.median, high=seconds.high))
@@ -267,7 +267,7 @@ def measured_shares(measured: Measured) -> list[MeasuredShare]:
     ]
 
 
-def fitted(training: Scalable, measured: Measured, link: estimates.Link | None) -> Fit:
+def fitted(training: ScalableTraining, measured: Measurements, link: estimates.Link | None) -> Fit:
     """Return the model of a training on this host.
 
     Args:

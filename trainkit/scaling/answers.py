@@ -322,8 +322,8 @@ def simulated_document(inputs: Mapping[str, InputValue], target: int, *, seed: i
     Example:
         >>> from trainkit.scaling.inputs import assumed
         >>> inputs = assumed(SIMULATED, {"given": {"spread": 0.3}})
-        >>> found = simulated_document(inputs, 16, seed=0)
-        >>> found.spares, found.servers_needed
+        >>> document = simulated_document(inputs, 16, seed=0)
+        >>> document.spares, document.servers_needed
         (2, 4)
     """
     fit, values = simulated(inputs), {name: item.value for name, item in inputs.items()}

@@ -8,7 +8,7 @@ from dataclasses import replace
 from textwrap import shorten
 from typing import Any, Final
 
-from trainkit.advising.advice import NOT_TRIED, Advice, Planner, Tried, Way, advise, try_family
+from trainkit.advising.advice import NOT_TRIED, Advice, Planner, TriedWay, Way, advise, try_family
 from trainkit.cluster.host import count_gpus, num_cores
 from trainkit.config.composition import Composition
 from trainkit.config.grammar import refusal
@@ -49,7 +49,7 @@ def run(call: Call) -> int:
     )
     families = planner.families(base)
 
-    def attempt(way: Way) -> Tried:
+    def attempt(way: Way) -> TriedWay:
         _progress(f"planning {' '.join(way.overrides)}")
         return planner.try_way(way, base, goal)
 
@@ -84,7 +84,7 @@ def _progress(text: str) -> None:
         sys.stderr.flush()
 
 
-def _command(call: Call, tried: Tried, planner: Planner, verb: str) -> str:
+def _command(call: Call, tried: TriedWay, planner: Planner, verb: str) -> str:
     """Return the command that plans a way, or that trains it for an empty verb."""
     words = [*call.overrides, *tried.overrides]
     if verb == "plan":
@@ -110,7 +110,7 @@ def _show(call: Call, advice: Advice, planner: Planner, name: str, *, notes: Seq
     print_rows(("way", "devices", "memory", "time a step", "why"), lines)
 
 
-def _shown(advice: Advice) -> list[Tried]:
+def _shown(advice: Advice) -> list[TriedWay]:
     """Return one way per strategy and precision, the best or else the last one, and the second best way."""
     best = {(tried.way.strategy, tried.way.precision): tried for tried in reversed(advice.ranking)}
     others = {(tried.way.strategy, tried.way.precision): tried for tried in advice.others}
@@ -118,7 +118,7 @@ def _shown(advice: Advice) -> list[Tried]:
     return [*ranked, *(tried for kind, tried in others.items() if kind not in best)]
 
 
-def _row(tried: Tried, advice: Advice) -> tuple[str, ...]:
+def _row(tried: TriedWay, advice: Advice) -> tuple[str, ...]:
     figures = tried.figures
     way = " ".join(tried.overrides) or "unchanged"
     reason = shorten(advice.reason(tried), _LONGEST, placeholder=" ...")

@@ -14,7 +14,7 @@ from typing import Final
 from trainkit.config.composition import Composition
 from trainkit.config.grammar import COMMAND_LINE
 from trainkit.errors import ConfigError, Problem, refuse
-from trainkit.measuring.replicas import Scalable, fitted, measured_shares, scalable
+from trainkit.measuring.replicas import ScalableTraining, fitted, measured_shares, scalable
 from trainkit.measuring.replicas import measure as measure_replicas
 from trainkit.run.estimates.hardware import Hardware, hardware_of
 from trainkit.scaling.answers import scale_document, scale_lines, simulated_document
@@ -40,7 +40,7 @@ def run(call: Call) -> int:
     return measure(call, "scale", lambda: Results(content=document, lines=lines), keeps=False)
 
 
-def _measured(call: Call, composition: Composition, training: Scalable) -> Results | None:
+def _measured(call: Call, composition: Composition, training: ScalableTraining) -> Results | None:
     """Measure a few replicas, and fit the model to them; None if a measurement failed."""
     target, hardware = call.flags["to-replicas"], hardware_of(composition.cfg, _print_line)
     by_origin: dict[Origin, Mapping[str, float]] = {}
@@ -76,7 +76,7 @@ def _measured(call: Call, composition: Composition, training: Scalable) -> Resul
 
 
 def _notes(
-    training: Scalable, values: Mapping[str, float], hardware: Hardware | None, *, is_checked: bool
+    training: ScalableTraining, values: Mapping[str, float], hardware: Hardware | None, *, is_checked: bool
 ) -> Iterator[str]:
     if hardware is not None:
         yield f"links and price are those of {hardware.name}; compute times were measured on this machine."
@@ -88,7 +88,7 @@ def _notes(
         yield "costs are left out: give hardware=NAME, or --assume price_h=2.5."
 
 
-def _scalable(composition: Composition, target: int) -> Scalable:
+def _scalable(composition: Composition, target: int) -> ScalableTraining:
     """Plan the training.
 
     Raises:

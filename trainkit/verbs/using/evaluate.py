@@ -12,7 +12,7 @@ from trainkit.verbs.running.train import template_of_job
 from trainkit.verbs.support.call import Call
 
 if TYPE_CHECKING:
-    from trainkit.api.jobs import Evaluated, JobArguments
+    from trainkit.api.jobs import Evaluation, JobArguments
 
 _MOST_ROWS: Final = 20
 """Largest number of rows and columns of a printed table."""
@@ -40,7 +40,7 @@ def job_arguments(call: Call) -> JobArguments:
     )  # fmt: skip
 
 
-def _lines(result: Evaluated) -> Iterator[str]:
+def _lines(result: Evaluation) -> Iterator[str]:
     from trainkit.report.numbers import figure  # noqa: PLC0415 - not for --help
     from trainkit.report.tables import row_lines  # noqa: PLC0415 - the same
 
