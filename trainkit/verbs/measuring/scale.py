@@ -30,7 +30,7 @@ def run(call: Call) -> int:
     """Print the predictions for more replicas; return 1 if a measurement failed."""
     if "simulate" not in call.flags:
         composition = begin(call, "measure", problems(call))
-        training = _scalable(composition, call.flags["to-replicas"])
+        training = _planned_training(composition, call.flags["to-replicas"])
         return measure(call, "scale", partial(_measured, call, composition, training))
     refuse(problems(call))
     target, seed = call.flags["to-replicas"], call.flags.get("seed", 0)
@@ -88,7 +88,7 @@ def _notes(
         yield "costs are left out: give hardware=NAME, or --assume price_h=2.5."
 
 
-def _scalable(composition: Composition, target: int) -> ScalableTraining:
+def _planned_training(composition: Composition, target: int) -> ScalableTraining:
     """Plan the training.
 
     Raises:
