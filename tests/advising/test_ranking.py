@@ -20,9 +20,9 @@ def figures(*, needs: int = 10, step_s: float | None = 1.0, devices: int = 1, fi
     return Figures(needs=needs, has=16, fits=needs <= 16 if fits is None else fits, step_s=step_s, devices=devices)
 
 
-def tried(name: str, devices: int, step_s: float, needs: int = 10) -> Tried:
+def tried(name: str, devices: int, step_s: float, needs: int = 10) -> TriedWay:
     plan = figures(needs=needs, step_s=step_s, devices=devices)
-    return Tried(way=way(name, devices), overrides=(f"strategy={name}",), figures=plan)
+    return TriedWay(way=way(name, devices), overrides=(f"strategy={name}",), figures=plan)
 
 
 ONE, ALL, SHARDED = tried("one_device", 1, 8.0), tried("mirrored", 8, 1.2), tried("fsdp", 8, 1.3, needs=4)
@@ -93,10 +93,10 @@ def test_a_saver_that_is_refused_is_passed_over_and_a_refused_way_keeps_its_prob
 def test_numbers_of_devices_are_tried_while_they_may_be_better(
     goal: Goal, step_s: Mapping[int, float], most: int, counts: Sequence[int]
 ) -> None:
-    def attempt(way: Way) -> Tried:
+    def attempt(way: Way) -> TriedWay:
         needs = 96 // way.devices if most == 3 else 10
         plan = figures(needs=needs, step_s=step_s[way.devices], devices=way.devices)
-        return Tried(way=way, overrides=(), figures=plan)
+        return TriedWay(way=way, overrides=(), figures=plan)
 
     attempts = try_family([way("fsdp", count) for count in (2, 4, 8)], attempt, goal)
     assert [trial.way.devices for trial in attempts] == counts

@@ -79,7 +79,7 @@ def test_a_model_whose_hooks_compute_a_weight_is_copied_for_each_thread(tmp_path
 
 
 def test_objects_that_can_be_imported_are_nodes_for_every_strategy() -> None:
-    objects = Given()
+    objects = Objects()
     assert objects.add("optimizer", torch.optim.AdamW(net().parameters(), lr=0.2, betas=(0.8, 0.9))) == []
     node = objects.nodes["optimizer"]
     assert (node["_target_"], node["lr"], node["betas"]) == ("torch.optim.adamw.AdamW", 0.2, [0.8, 0.9])

@@ -217,7 +217,7 @@ def test_a_job_sees_its_own_gpus_by_the_names_they_were_given_and_its_share_of_t
 def test_jobs_that_share_gpus_are_spread_over_them() -> None:
     slots = slots_of(num_gpus=2, jobs_per_device=2)
     leases = [slots.take(1) for _ in range(3)]
-    assert [lease.places for lease in leases] == [(0,), (1,), (0,)]
+    assert [lease.devices for lease in leases] == [(0,), (1,), (0,)]
     assert (slots.in_use, slots.total, slots.free) == (3, 4, 1)
     assert leases[0].environ["TRAINKIT_MEMORY_SHARE"] == "0.5"
 
@@ -236,7 +236,7 @@ def test_a_device_that_a_job_does_not_see_is_a_problem_before_it_starts() -> Non
     from trainkit.strategies.one_device import OneDevice
 
     def problems_of(device: str) -> list[Problem]:
-        return numbering_problems(OneDevice(device=device), there=2, own=1)
+        return numbering_problems(OneDevice(device=device), num_gpus=2, job_gpus=1)
 
     (problem,) = problems_of("cuda:1")
     assert "no such GPU: this host has 1, counted from 0. A job of a sweep sees only its own" in str(problem)

@@ -85,8 +85,8 @@ class Session:
                     is_given=composition.is_given, check=self._check,
                 )  # fmt: skip
                 task = stack.enter_context(runner.opened(request))
-                given = LoopLoss(self._terms)
-                session = stack.enter_context(task.opened(given))
+                loss = LoopLoss(self._terms)
+                session = stack.enter_context(task.opened(loss))
             except ConfigError as error:
                 raise composition.with_origins(error) from error
             assert session is not None

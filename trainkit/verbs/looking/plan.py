@@ -156,11 +156,11 @@ def _planned(
     return _Planned(plan, data is None or data.knows_length, outlook, parts, verdict, remedies, notes)
 
 
-def _show(found: _Planned) -> None:
-    plan, memory = found.plan, found.outlook.memory
-    rows = plan.summary(memory.static.num_params) | dict([*where_rows(plan), *_more(found), *memory.rows()])
-    if not found.knows_length:  # without the rows that depend on the length of the data
-        curves = {f"rate {name}".strip() for name in found.rates} | {"rate curve"}
+def _show(planned: _Planned) -> None:
+    plan, memory = planned.plan, planned.outlook.memory
+    rows = plan.summary(memory.static.num_params) | dict([*where_rows(plan), *_step_rows(planned), *memory.rows()])
+    if not planned.knows_length:  # without the rows that depend on the length of the data
+        curves = {f"rate {name}".strip() for name in planned.rates} | {"rate curve"}
         unknown = {"samples", "last batch", *(() if plan.cfg.warmup.epochs is None else ("warmup", *curves))}
         rows |= {} if planned.num_steps is None else {"steps": f"{planned.num_steps:,}"}
         unknown |= {"steps", *curves} if planned.num_steps is None else set()
