@@ -223,14 +223,17 @@ def with_data(member: Member, arguments: tuple[str, ...]) -> ObservedSteps:
 @pytest.mark.parametrize("name", OBSERVED)
 def test_a_step_without_data_has_the_bytes_and_the_collectives_of_one_with_data(name: str, pool: Pool) -> None:
     num_ranks, arguments = OBSERVED[name]
-    measured = pool.run(f"{__name__}.with_data", arguments, num_ranks=num_ranks, group=True)[0]
     planned_steps = observed(num_ranks, arguments)
-    assert planned_steps.collectives == measured.collectives
-    peaks = (max(planned_steps.peaks.values()), max(measured.peaks.values()))
-    if "pipe" in name or "stages" in name:  # another thread frees what was sent
-        assert peaks[0] == pytest.approx(peaks[1], rel=0.005)
-    else:
-        assert (peaks[0], planned_steps.start) == (peaks[1], measured.start)
+    peak, start = max(planned_steps.peaks.values()), planned_steps.start
+    for _ in range(3):  # beside other work, a thread of gloo may free late what was exchanged
+        measured = pool.run(f"{__name__}.with_data", arguments, num_ranks=num_ranks, group=True)[0]
+        assert planned_steps.collectives == measured.collectives
+        expected = max(measured.peaks.values()), measured.start
+        if "pipe" in name or "stages" in name:  # what is sent is always freed by another thread
+            expected = pytest.approx(expected[0], rel=0.005), start
+        if (peak, start) == expected:
+            break
+    assert (peak, start) == expected
 
 
 @pytest.mark.slow

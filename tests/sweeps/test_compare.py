@@ -275,6 +275,18 @@ def test_a_comment_changes_no_state_and_a_digit_does(tmp_path: Path, monkeypatch
     sys.modules.pop("edited_package", None)
 
 
+def test_packages_of_the_system_count_by_their_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # an environment with --system-site-packages: torch, read and parsed whole, took minutes
+    package = tmp_path / "dist-packages" / "package_of_the_system"
+    package.mkdir(parents=True)
+    monkeypatch.syspath_prepend(str(package.parent))
+    cfg = RunConfig(model={"_target_": "package_of_the_system.Net"})
+    (package / "__init__.py").write_text("WIDTH = 8\n")
+    before = state_of(cfg)
+    (package / "__init__.py").write_text("WIDTH = 9\n")
+    assert state_of(cfg) == before
+
+
 @pytest.mark.long
 def test_compare_trains_what_is_missing_and_nothing_for_a_null_edit(
     cwd: Path, capfd: pytest.CaptureFixture[str]

@@ -103,8 +103,8 @@ def forget_state(folder: Path) -> None:
 
 
 def _trees(roots: Iterable[str]) -> Iterator[str]:
-    """Yield name and syntax tree of each file of the packages that are no installed ones."""
-    installed = [Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "purelib", "platlib")]
+    """Yield name and syntax tree of each file of the packages that are not installed."""
+    stdlib = Path(sysconfig.get_path("stdlib")).resolve()
     for root in roots:
         spec = None
         with suppress(ImportError, ValueError):
@@ -112,7 +112,8 @@ def _trees(roots: Iterable[str]) -> Iterator[str]:
         if spec is None or spec.origin in (None, "built-in", "frozen"):
             continue
         file = Path(str(spec.origin)).resolve()
-        if any(file.is_relative_to(folder) for folder in installed):
+        # By name: an environment may see packages of the system or of the user, whose folders it does not list.
+        if file.is_relative_to(stdlib) or not {"site-packages", "dist-packages"}.isdisjoint(file.parts):
             continue  # its version stands for it
         is_package = bool(spec.submodule_search_locations)
         for path in sorted(file.parent.rglob("*.py") if is_package else file.parent.glob("*.py")):
