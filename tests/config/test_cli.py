@@ -7,6 +7,7 @@ An argument that recurses, allocates without end or writes outside of its folder
 
 from __future__ import annotations
 
+import os
 import shlex
 import subprocess
 import sys
@@ -267,6 +268,18 @@ def test_a_task_started_by_hand_prints_its_rank_and_log(project: Path) -> None:
     assert "launch by cluster=spec: rank 1 of 2 on one host" in text
     assert "worker:1, rank 1 of 2: its output goes to run/logs/rank_1.log\n" in text
     assert (project / "run/logs/rank_1.log").exists()
+
+
+@pytest.mark.slow
+def test_a_service_may_close_the_standard_streams(tmp_path: Path) -> None:
+    command = ["sh", "-c", 'exec "$0" -m trainkit ls <&- >&- 2>&-', sys.executable]
+    assert subprocess.run(command, cwd=tmp_path, timeout=60, check=False).returncode == 0
+
+
+def test_a_folder_with_a_name_that_is_not_utf_8_is_refused(tmp_path: Path, refuse: Refuse) -> None:
+    folder = tmp_path / os.fsdecode(b"caf\xe9")
+    (problem,) = refuse("recipe=digits", f"hydra.run.dir='{folder}'")
+    assert "bytes in its whole path that are not UTF-8" in problem
 
 
 LONG = "has a name of 300 bytes; a file system takes 255 at most."

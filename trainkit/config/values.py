@@ -84,7 +84,7 @@ def expanded(path: str) -> str:
 
 
 def path_rule(path: str) -> str | None:
-    """Return why no file system of Linux accepts a path; None if it does.
+    """Return why a path cannot be used: no file system of Linux accepts it, or no file of a run can name it.
 
     Example:
         >>> path_rule("runs/" + "x" * 300), path_rule("runs/1")
@@ -93,11 +93,12 @@ def path_rule(path: str) -> str | None:
     sizes = [len(part.encode(errors="surrogateescape")) for part in path.split("/")]
     if "\0" in path:
         return "holds a null character, which no path may hold."
+    if any("\ud800" <= char <= "\udfff" for char in path):  # Python's form of such bytes
+        return "has bytes in its whole path that are not UTF-8, which the JSON files of a run cannot hold. Rename them."
     if max(sizes) > 255:
         return f"has a name of {max(sizes):,} bytes; a file system takes 255 at most."
-    return (
-        f"has {sum(sizes) + len(sizes) - 1:,} bytes; a path may have 4,095." if sum(sizes) + len(sizes) > 4096 else None
-    )
+    total = sum(sizes) + len(sizes) - 1
+    return f"has {total:,} bytes; a path may have 4,095." if total > 4095 else None
 
 
 def leaves(values: Mapping[Any, Any], path: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], Any]]:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.run.process.fork_server import Forked, catching_forks
-from trainkit.run.signals import exit_without_teardown
+from trainkit.run.signals import exit_without_teardown, open_standard_streams
 
 
 def main(arguments: list[str]) -> int:
@@ -32,6 +32,7 @@ def main(arguments: list[str]) -> int:
 
 def run_command(command: Callable[[], int]) -> int:
     """Return the exit code of the command of a whole process; the template that it may fork serves until its end."""
+    open_standard_streams()
     ended = catching_forks(command)
     if isinstance(ended, Forked):
         exit_without_teardown(_serve(ended.connection))

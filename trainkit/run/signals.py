@@ -188,6 +188,17 @@ def exit_as_interpreter(code: int) -> NoReturn:
     exit_without_teardown(code)
 
 
+def open_standard_streams() -> None:
+    """Open the null device for each standard stream that the caller has closed, as services may.
+
+    Otherwise the next file gets its number, and what a library or a child process prints is written into that file.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+            setattr(sys, name, os.fdopen(number, "w" if number else "r", encoding="utf-8"))
+
+
 def exit_without_teardown(code: int) -> NoReturn:
     """Exit without destroying torch's objects.
 

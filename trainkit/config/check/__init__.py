@@ -367,7 +367,7 @@ def _leaf_problems(composition: Composition) -> Iterator[Problem]:
                 yield composition.problem(path, rule, value=value)
         elif not all(-(2**63) <= number < 2**63 for number in _integers_in(value)):
             yield composition.problem(path, "must fit into 64 bits: less than 2**63.", value=value)
-    if composition.run_dir is not None and composition.run_dir_given and (rule := path_rule(str(composition.run_dir))):
+    if composition.run_dir is not None and (rule := path_rule(str(composition.run_dir.absolute()))):
         yield Problem(key="hydra.run.dir", value=str(composition.run_dir), rule=rule)
 
 
