@@ -5,8 +5,10 @@ A run that restarts for ever, or that is given up although it gets further, is c
 
 from __future__ import annotations
 
+import errno
 import io
 import json
+import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -20,11 +22,12 @@ from tests.run.faking import assert_no_process_is_left, run_fakes, run_roles
 from tests.support.present import present
 from tests.support.refusing import refused
 from tests.support.verdicts import plain
-from trainkit.cluster.launch import LaunchEnvironment
+from trainkit.cluster.launch import LaunchEnvironment, workers
 from trainkit.cluster.tasks import Task
 from trainkit.config.check import checked
 from trainkit.config.compose import compose
-from trainkit.errors import ConfigError, CrashLoopError, DataError, HangError, TrainingError
+from trainkit.errors import ConfigError, CrashLoopError, DataError, HangError, LinkError, TrainingError
+from trainkit.run.agent.agent import AgentSettings
 from trainkit.run.agent.failure import Failure
 from trainkit.run.agent.policy import (
     Fault,
@@ -35,7 +38,7 @@ from trainkit.run.agent.policy import (
     fault_of,
     record_relaunch,
 )
-from trainkit.run.agent.supervisor import _result
+from trainkit.run.agent.supervisor import _result, supervise
 from trainkit.run.folder.run_folder import RESTARTS, Restart, RunFolder, record_restart, restarts_of
 from trainkit.run.planning.plan import RunPlan, make_plan
 from trainkit.run.process.error_report import write_error_report
@@ -96,6 +99,19 @@ def test_without_a_checkpoint_a_failure_ends_the_run(folder: RunFolder, fake: Ca
     )
     assert (title, last) == ("Traceback (most recent call last):", "RuntimeError: failpoint in update of step 2")
     assert_no_process_is_left(folder)
+
+
+def test_a_host_without_a_loopback_interface_is_refused_and_the_result_says_so(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreachable(*_: object, **__: object) -> None:
+        raise OSError(errno.ENETUNREACH, os.strerror(errno.ENETUNREACH))
+
+    folder.path.mkdir()
+    monkeypatch.setattr("socket.create_connection", unreachable)
+    with pytest.raises(LinkError, match=r"does not reach its own address 127\.0\.0\.1: Network is unreachable\."):
+        supervise(folder.resolved, workers(2), AgentSettings(), folder=folder)
+    assert "ip link set lo up" in json.loads((folder.path / "result.json").read_text())["reason"]
 
 
 def test_restarts_that_get_no_further_are_given_up(folder: RunFolder, fake: Callable[..., None]) -> None:

@@ -38,12 +38,23 @@ class HostedStore:
 
     TCPStore itself listens on every interface, even for 127.0.0.1, and authenticates no client: it gets a socket that
     is already bound.
+
+    Raises:
+        LinkError: the host does not reach this address, as in a container without a loopback interface.
     """
 
     def __init__(self, address: tuple[str, int] = ("127.0.0.1", 0)) -> None:
         family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         self._socket = socket.create_server(address, family=family, backlog=128)
         self.address: tuple[str, int] = self._socket.getsockname()[:2]
+        try:  # torch would try for 300 s, and no signal ends it
+            socket.create_connection(self.address, timeout=_START_S).close()
+        except OSError as error:
+            self._socket.close()
+            remedy = " Turn on its loopback interface: ip link set lo up." if address[0] == "127.0.0.1" else ""
+            raise LinkError(
+                f"this host does not reach its own address {address[0]}: {error.strerror}.{remedy}"
+            ) from None
         self._store: Any = None
 
     def __enter__(self) -> Self:

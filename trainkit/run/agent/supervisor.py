@@ -100,23 +100,23 @@ def supervise(
     """
     command = command or [*ENTRY, str(resolved)]
     with ExitStack() as stack:
-        membership = ReplicaMembership(
-            tasks,
-            min_replicas=settings.min_replicas,
-            ranks_a_replica=settings.ranks_a_replica,
-            retry_s=settings.retry_s,
-        )
-        groups = stack.enter_context(worker_group_factory(command, tasks, pass_fds=settings.pass_fds))
-        agent = Agent(
-            membership.tasks,
-            settings,
-            LocalLaunch(folder, settings.environ, rendezvous or stack.enter_context(HostedStore())),
-            command=command,
-            groups=groups,
-            may_resize=lambda: membership.is_due,
-        )
-        stack.enter_context(agent.stop)
         try:
+            membership = ReplicaMembership(
+                tasks,
+                min_replicas=settings.min_replicas,
+                ranks_a_replica=settings.ranks_a_replica,
+                retry_s=settings.retry_s,
+            )
+            groups = stack.enter_context(worker_group_factory(command, tasks, pass_fds=settings.pass_fds))
+            agent = Agent(
+                membership.tasks,
+                settings,
+                LocalLaunch(folder, settings.environ, rendezvous or stack.enter_context(HostedStore())),
+                command=command,
+                groups=groups,
+                may_resize=lambda: membership.is_due,
+            )
+            stack.enter_context(agent.stop)
             return _until_done(agent, membership, folder, settings)
         except KeyboardInterrupt:
             error: TrainkitError = StoppedError(f"stopped at once. {_last_checkpoint_note(folder)}")
