@@ -276,6 +276,21 @@ def test_a_service_may_close_the_standard_streams(tmp_path: Path) -> None:
     assert subprocess.run(command, cwd=tmp_path, timeout=60, check=False).returncode == 0
 
 
+@pytest.mark.slow
+def test_a_broken_torch_is_said_once(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so.12: cannot open shared object file')")
+    done = subprocess.run(
+        [sys.executable, "-m", "trainkit", "recipe=digits", "hydra.run.dir=run"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == ("torch cannot be imported: ImportError: libcudart.so.12: cannot open shared object file.\n")
+
+
 def test_a_folder_with_a_name_that_is_not_utf_8_is_refused(tmp_path: Path, refuse: Refuse) -> None:
     folder = tmp_path / os.fsdecode(b"caf\xe9")
     (problem,) = refuse("recipe=digits", f"hydra.run.dir='{folder}'")

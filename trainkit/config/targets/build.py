@@ -26,7 +26,7 @@ from trainkit.config.targets.kinds import (
     target_problem,
 )
 from trainkit.config.values import plain
-from trainkit.errors import ConfigError, Problem
+from trainkit.errors import ConfigError, Problem, TrainkitError, named_first_line
 from trainkit.extras import install_command
 from trainkit.fields import signature_hints
 from trainkit.names import path_of
@@ -86,6 +86,7 @@ def resolve_target(path: str, expected: Expected = ANY_KIND) -> Any:
 
     Raises:
         ConfigError: there is no such module or name, or a config must not name it here.
+        TrainkitError: torch cannot be imported.
 
     Example:
         >>> resolve_target("torch.nn.Linear").__name__
@@ -93,6 +94,10 @@ def resolve_target(path: str, expected: Expected = ANY_KIND) -> Any:
     """
     rule = name_problem(path, allowed_packages())
     if rule is None:
+        try:
+            importlib.import_module("torch")
+        except Exception as error:  # the next import of torch would fail in another way, which says nothing
+            raise TrainkitError(f"torch cannot be imported: {named_first_line(error)}.") from error
         target = imported(path)
         rule = target_problem(path, target, expected)
     if rule is not None:

@@ -26,7 +26,7 @@ from trainkit.config.targets.choices import read_choice
 from trainkit.config.targets.kinds import ANY_KIND, PLACES, Expected, expected_by
 from trainkit.config.values import closest, plain
 from trainkit.config.yaml_files import Document, shipped_conf
-from trainkit.errors import ConfigError, Problem, UnknownKey
+from trainkit.errors import ConfigError, Problem, TrainkitError, UnknownKey
 from trainkit.fields import Reads, marks_in
 
 _CHEAP: Final = (
@@ -116,6 +116,8 @@ class NodeCheck(OtherChoices):
             target = admitted(node, expected or PLACES.get(path[0], ANY_KIND))
         except ConfigError as error:
             return [self.composition.problem((*path, item.key), item.rule, value=item.value) for item in error.problems]
+        except TrainkitError:
+            raise
         except Exception as error:  # noqa: BLE001 - a user's module may raise anything while it is imported
             rule = f"cannot be imported: {type(error).__name__}: {error}"
             return [self.composition.problem((*path, TARGET), rule, value=node[TARGET])]

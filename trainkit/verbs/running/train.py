@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 from trainkit.cluster.local import LAUNCHERS, VARIABLE, detect, launch_problems
 from trainkit.config.grammar import COMMAND_LINE, key_of, refusal, replacing
 from trainkit.config.values import MOST_PROCESSES, whole_number
-from trainkit.errors import CheckpointError, ConfigError, Problem, TrainkitError, refuse
+from trainkit.errors import CheckpointError, ConfigError, Problem, refuse
 from trainkit.verbs.support.call import Call
 from trainkit.verbs.support.one_file import kept_in
 
@@ -61,7 +61,7 @@ def template_of(composition: Composition) -> AbstractContextManager[None]:
         return nullcontext()
     try:
         is_parallel = values["eval"]["beside"] or build(strategy, "strategy").num_processes(0) > 1
-    except (TrainkitError, TypeError, ValueError):  # the check that follows names the keys
+    except (ConfigError, TypeError, ValueError):  # the check that follows names the keys
         return nullcontext()
     return template() if is_parallel else nullcontext()
 
