@@ -43,6 +43,13 @@ def test_no_function_is_longer_than_150_lines_and_no_line_than_120_characters() 
             assert len(line) <= 120 or len(words) == 1 or "# noqa" in line or "# type: " in line, f"{path}:{number}"
 
 
+def test_variables_have_the_names_of_what_they_are() -> None:
+    for path, tree in trees().items():
+        names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+        names |= {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
+        assert names.isdisjoint({"found", "one", "own", "held"}), path
+
+
 def test_two_modules_import_internals_of_hydra() -> None:
     """They may change in any release."""
     importing = re.compile(r"^\s*(from|import) hydra\._internal", re.MULTILINE)

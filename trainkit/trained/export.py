@@ -147,7 +147,7 @@ def export_run(path: Path, *, to: str, checkpoint: Which | None = None) -> Expor
 
 
 def config_of_trained(path: Path) -> RunConfig:
-    """Return the config of a run; import no class of a files package.
+    """Return the config of a run; import no class of a foreign package.
 
     Raises:
         ConfigError: it is not a run, or the package of its model is not allowed.

@@ -240,7 +240,7 @@ class RankFacts:
 class Graces:
     """Seconds from the first failure in which the failure that caused it may still arrive."""
 
-    own: float
+    error: float
     """After an error that a rank raised itself, or a process that ended without a report."""
     lost: float
     """While all failed ranks only lost a connection: the rank that failed first may be the last to report."""
@@ -248,9 +248,9 @@ class Graces:
     """For the exit of a process that has ended, which may arrive late on a busy machine."""
 
 
-AT_THE_AGENT: Final = Graces(own=0.1, lost=1.0, exit=10.0)
+AT_THE_AGENT: Final = Graces(error=0.1, lost=1.0, exit=10.0)
 """Of an agent, which receives the exits of its ranks."""
-AT_THE_STORE: Final = Graces(own=0.2, lost=3.0, exit=0.0)
+AT_THE_STORE: Final = Graces(error=0.2, lost=3.0, exit=0.0)
 """Of processes that report to each other through a store."""
 
 
@@ -278,10 +278,10 @@ def first_failure(
         overdue = next((peer for peer in silent if peer.overdue is not None), None)
         return None if overdue is None else (_blamed(overdue, silent), "hangs")
     first_kind = min(kind for kind, *_ in failed)
-    grace_s = graces.own
+    grace_s = graces.error
     if first_kind is Kind.CONNECTION_LOST:
         ended = [peer.has_ended for peer in silent]
-        grace_s = max(graces.own if all(ended) else graces.lost, graces.exit if any(ended) else 0.0)
+        grace_s = max(graces.error if all(ended) else graces.lost, graces.exit if any(ended) else 0.0)
     if silent and waited_s < grace_s:
         return grace_s - waited_s
     if first_kind is Kind.CONNECTION_LOST and silent:
