@@ -153,7 +153,6 @@ def _not_resumed(different: Sequence[Comparison], total: int, *, steps: int, sto
     )
     last = (
         "A state that changes the training is missing in the checkpoint. Keep a counter of the model in a buffer, "
-        "draw "
-        "from torch's default generator, and return in `state` what a callback needs."
+        "draw from torch's default generator, and return in `state` what a callback needs."
     )
     return "\n".join([first, *shown, *more, last])

@@ -365,11 +365,7 @@ def _auto(cfg: RunConfig, run_dir: Path | None) -> ResumePoint:
             unfinished = list_complete(folder.checkpoints) and read_status(folder).state != "finished"
             if not unfinished or fingerprint(adopted) != fingerprint(earlier):
                 continue
-        except (
-            ConfigError,
-            CheckpointError,
-            UnreadableError,
-        ):  # an unreadable folder of another run must not prevent training
+        except (ConfigError, CheckpointError, UnreadableError):  # of another run: it must not prevent training
             unread.append(f"{folder.path} cannot be read and is skipped")
             continue
         status = read_status(folder)

@@ -124,8 +124,7 @@ class Checkpointer:
             noun = {"param": "parameter", "buffer": "buffer"}[kind]
             raise NonFiniteError(
                 f"after step {self._run.state.step} the {noun} {name} is not finite, and no checkpoint of it is "
-                f"written. "
-                f"{REMEDY}; numerics.on_nonfinite=skip skips steps whose loss or gradient is not finite."
+                f"written. {REMEDY}; numerics.on_nonfinite=skip skips steps whose loss or gradient is not finite."
             )
 
     def _nonfinite_names(self, pieces: ShardedState) -> list[str]:

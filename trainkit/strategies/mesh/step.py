@@ -188,8 +188,7 @@ def _described(leaf: Any) -> Any:
         return {"value": leaf}
     raise TrainingError(
         f"a batch holds a {type(leaf).__name__}, which cannot be sent to a rank that has no shard in this step. "
-        f"Choose "
-        "batch.micro_size so that every step has a shard for each rank, or use batch.drop_last=true."
+        "Choose batch.micro_size so that every step has a shard for each rank, or use batch.drop_last=true."
     )
 
 

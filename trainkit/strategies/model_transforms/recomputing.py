@@ -255,8 +255,7 @@ class ReturnResults(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if number >= len(results) or results[number].func is not func:
             raise TrainkitError(
                 "activation_checkpointing=selective: a block runs different matrix products when it is recomputed. "
-                "Use "
-                "activation_checkpointing=full, or none."
+                "Use activation_checkpointing=full, or none."
             )
         result = results[number]
         if _versions(result.value) != result.versions:
