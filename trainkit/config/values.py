@@ -84,7 +84,8 @@ def expanded(path: str) -> str:
 
 
 def path_rule(path: str) -> str | None:
-    """Return why a path cannot be used: no file system of Linux accepts it, or no file of a run can name it.
+    """Return why a path cannot be used: no file system of Linux accepts it, or no file of a run can name it; None if it
+    can.
 
     Example:
         >>> path_rule("runs/" + "x" * 300), path_rule("runs/1")

@@ -121,7 +121,7 @@ def check_names(composition: Composition, *, multirun: bool = False) -> list[Pro
     check = NodeCheck(composition)
     for group in GROUPS:
         problems += _group_problems(check, group)
-    limited = {problem.key for problem in problems}  # a key with a limit of its own has said it
+    limited = {problem.key for problem in problems}  # a key with a limit of its own is reported already
     problems += (problem for problem in _leaf_problems(composition) if problem.key not in limited)
     problems += _unusable_folders(composition)
     problems += _hydra_problems(composition)

@@ -46,7 +46,7 @@ def run(call: Call) -> int:
 def _about_keys(problems: Sequence[Problem], keys: Collection[str]) -> Iterator[Problem]:
     """Yield the problems about keys that the person has given: a choice of a group stands for the keys that it sets.
 
-    A strategy that cannot keep the guarantee of a reproducible run is told how it is given up.
+    The problem of a strategy that cannot keep the guarantee of a reproducible run names the flag that gives it up.
     """
     groups = {key for key in keys if "." not in key}
     by_choice: dict[str, Problem] = {}
