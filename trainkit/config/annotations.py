@@ -126,9 +126,9 @@ def schema_of(hint: Any) -> Schema:
     """
     if (adapter := _adapter(hint)) is None:
         return {}
-    array = adapter.json_schema(schema_generator=_Writer, union_format="primitive_type_array")
-    defined = {"$defs": array["$defs"]} if "$defs" in array else {}
-    return {**array.get("items", {}), **defined}
+    array_schema = adapter.json_schema(schema_generator=_Writer, union_format="primitive_type_array")
+    defined = {"$defs": array_schema["$defs"]} if "$defs" in array_schema else {}
+    return {**array_schema.get("items", {}), **defined}
 
 
 def document_schema(kind: Any, *, title: str, version: int, is_open: bool = False) -> Schema:

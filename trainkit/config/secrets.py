@@ -209,6 +209,6 @@ def reference_paths(values: Mapping[str, Any]) -> set[tuple[str, ...]]:
     """Return the keys of secrets that refer to environment variables; for items of a list, the key of the list."""
     if not _refers(values):
         return set()
-    secrets = [path for path, _ in secrets_in(values, marks=_marks, references=True)]
+    secret_paths = [path for path, _ in secrets_in(values, marks=_marks, references=True)]
     refers = [path for path, value in leaves(values) if _refers(value)]
-    return {path for path in refers if any(path[: len(secret)] == secret[: len(path)] for secret in secrets)}
+    return {path for path in refers if any(path[: len(other)] == other[: len(path)] for other in secret_paths)}

@@ -48,9 +48,9 @@ class BatchConfig:
             >>> BatchConfig(global_size=64, accumulation=2).overrides(global_size=64, micro_size=8)
             ('batch.micro_size=8', 'batch.accumulation=null')
         """
-        size = () if self.global_size == global_size else (f"batch.global_size={global_size}",)
-        third = () if self.accumulation is None else ("batch.accumulation=null",)
-        return *size, f"batch.micro_size={micro_size}", *third
+        global_lines = () if self.global_size == global_size else (f"batch.global_size={global_size}",)
+        accumulation_lines = () if self.accumulation is None else ("batch.accumulation=null",)
+        return *global_lines, f"batch.micro_size={micro_size}", *accumulation_lines
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -128,9 +128,9 @@ def shown_text(document: Document, group: str) -> str:
     lines = document.file.read_text(encoding="utf-8").splitlines(keepends=True)
     above: tuple[str, ...] = () if group in ("recipe", "experiment") else (group,)
     above = (group, "NAME") if group in ("logger", "callbacks") else above
-    secrets = [path[len(above) :] for path, _ in secrets_in(document.values, above)]
+    secret_paths = [path[len(above) :] for path, _ in secrets_in(document.values, above)]
     starts = sorted({*document.lines.values(), len(lines) + 1})
-    for path in reversed(secrets):
+    for path in reversed(secret_paths):
         key = path[: max(length for length in range(1, len(path) + 1) if path[:length] in document.lines)]
         start = document.lines[key]
         inner = [line for name, line in document.lines.items() if name[: len(key)] == key]

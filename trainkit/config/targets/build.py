@@ -195,13 +195,13 @@ def _signature(target: Callable[..., Any]) -> Signature:
     except (TypeError, ValueError):
         return Signature(keys={}, takes_more=True)
     hints = signature_hints(target)
-    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    keyword_kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     keys = {
         item.name: Key(
             hint=hints.get(item.name, Any), required=item.default is inspect.Parameter.empty, default=item.default
         )
         for item in parameters
-        if item.kind in by_name
+        if item.kind in keyword_kinds
     }
     keys |= {name: Key(hint=Any, required=False) for name in keys_set_as_attributes(target) if name not in keys}
     takes_more = any(item.kind is inspect.Parameter.VAR_KEYWORD for item in parameters)

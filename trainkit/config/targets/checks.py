@@ -88,9 +88,9 @@ class OtherChoices:
             self._documents[group] = documents
         return self._documents[group]
 
-    def unknown(self, path: KeyPath, name: str, choice: str, names: Iterable[str]) -> Problem:
+    def unknown(self, path: KeyPath, name: str, choice: str, known_keys: Iterable[str]) -> Problem:
         """Return the problem of an unknown key, with the choices that have this key or the closest known key."""
-        keys = [key for key in names if not key.startswith("_")]
+        keys = [key for key in known_keys if not key.startswith("_")]
         group = path[0]
         rule = f"no such key in {choice}."
         owners = [other for other, document in self.documents(group).items() if name in document.values]

@@ -199,8 +199,8 @@ def _built_kind(path: str, target: Any) -> Kind | type | None:
     if _is_builder_of_transformers(target):
         owner = target.__self__
         auto = (kind for base in owner.__mro__ if (kind := _AUTO.get(_full_name(base))) is not None)
-        is_one = _MODEL.holds(owner) or _CONFIG.holds(owner) or _TOKENIZER.holds(owner)
-        return owner if is_one else next(auto, None)
+        is_of_kind = _MODEL.holds(owner) or _CONFIG.holds(owner) or _TOKENIZER.holds(owner)
+        return owner if is_of_kind else next(auto, None)
     if root_of(path) == "torchvision":
         from importlib import import_module  # noqa: PLC0415 - torchvision is slow, and one of the six
 
