@@ -34,5 +34,5 @@ def _lines(answers: Sequence[Capability]) -> Iterator[str]:
     for feature in dict.fromkeys(entry["feature"] for entry in answers):
         yield feature
         for entry in (entry for entry in answers if entry["feature"] == feature):
-            text = {True: "yes", False: f"no   {entry['reason']}", None: "-    it has no such key"}
-            yield f"  {entry['strategy']:<{width}}  {text[entry['supported']]}"
+            texts = {True: "yes", False: f"no   {entry['reason']}", None: "-    it has no such key"}
+            yield f"  {entry['strategy']:<{width}}  {texts[entry['supported']]}"

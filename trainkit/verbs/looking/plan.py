@@ -55,10 +55,10 @@ class _Planned(NamedTuple):
         """Steps of the training; None if they depend on an unknown length of the data, or time of a step."""
         cfg, time, seconds = self.plan.cfg, self.outlook.time, self.plan.stop_after_s
         bounded = seconds is None or cfg.epochs is not None or cfg.steps is not None
-        planned = self.plan.num_steps if bounded and (self.knows_length or cfg.steps is not None) else None
+        num_steps = self.plan.num_steps if bounded and (self.knows_length or cfg.steps is not None) else None
         if seconds is None or time is None:
-            return planned
-        return max(1, min(round(seconds / time.step_s), planned or self.plan.num_steps))
+            return num_steps
+        return max(1, min(round(seconds / time.step_s), num_steps or self.plan.num_steps))
 
     @property
     def rates(self) -> dict[str, LearningRate]:

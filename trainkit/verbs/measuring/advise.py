@@ -53,11 +53,11 @@ def run(call: Call) -> int:
         _progress(f"planning {' '.join(way.overrides)}")
         return planner.try_way(way, base, goal)
 
-    ways = [tried for family in families for tried in try_family(family, attempt, goal)]
+    tried_ways = [tried for family in families for tried in try_family(family, attempt, goal)]
     _progress("")
-    if all(tried.figures is None for tried in ways):  # the config is invalid
+    if all(tried.figures is None for tried in tried_ways):  # the config is invalid
         planner.figures(families[0][0].overrides)
-    advice = advise(ways, goal)
+    advice = advise(tried_ways, goal)
     if "json" in call.flags:
         print_json(_document(call, advice, planner))
     else:

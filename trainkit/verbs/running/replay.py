@@ -131,10 +131,10 @@ def _differences(folder: Path, cfg: RunConfig) -> Iterator[str]:
     for name, value in before.items():
         if value != current.get(name):
             yield f"{name} was {value}, and is {current.get(name)}"
-    commits = [{} if commit is None else commit for commit in (facts.get("git"), git_state())]
-    if commits[0].get("commit") != commits[1].get("commit"):
-        yield f"sources: commit was {commits[0].get('commit')}, and is {commits[1].get('commit')}"
-    elif any(commit.get("dirty") for commit in commits):
+    states = [{} if state is None else state for state in (facts.get("git"), git_state())]
+    if states[0].get("commit") != states[1].get("commit"):
+        yield f"sources: commit was {states[0].get('commit')}, and is {states[1].get('commit')}"
+    elif any(state.get("dirty") for state in states):
         yield "sources: tracked files of this folder are, or were, changed since their commit"
     for path in sorted((folder / "code").rglob("*.py")):
         other = Path(path.relative_to(folder / "code"))

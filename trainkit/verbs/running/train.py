@@ -67,7 +67,7 @@ def template_of(composition: Composition) -> AbstractContextManager[None]:
 
 
 def template_of_job(call: Call) -> AbstractContextManager[None]:
-    """Return the same block for a prediction or evaluation, which has one rank unless its command names a strategy."""
+    """Return the same context for a prediction or evaluation, of one rank unless the command names a strategy."""
     from trainkit.run.process.fork_server import template  # noqa: PLC0415 - nothing is imported to refuse an argument
 
     has_strategy = any(key_of(line).partition(".")[0] == "strategy" for line in call.overrides)
@@ -170,10 +170,10 @@ def _plan_within_budget(
         return problems
 
     plan_all_points(points, check=checked)
-    durations = [item for item in planned if item is not None]
-    if budget is not None and durations and cfg.sweep.resume is None:
-        budget.refuse(durations, slots=slots.count, jobs=cfg.sweep.trials or len(points))
-    if len(durations) < len(planned) or not planned:
+    estimates = [item for item in planned if item is not None]
+    if budget is not None and estimates and cfg.sweep.resume is None:
+        budget.refuse(estimates, slots=slots.count, jobs=cfg.sweep.trials or len(points))
+    if len(estimates) < len(planned) or not planned:
         text = "is not held against plans: the time of a job is not known. Give hardware=this"
         sys.stdout.write(f"note: sweep.budget={cfg.sweep.budget} {text}\n")
 

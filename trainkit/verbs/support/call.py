@@ -238,12 +238,12 @@ def parse(words: Sequence[str]) -> tuple[Call, dict[str, Any]]:
         file=None if file is None else Path(file),
         multirun="multirun" in flags,
     )
-    about = VERBS[call.verb]
-    if about.arguments is not None and "cfg" not in flags and not problems:
-        problems += call.arity_problems(about.arguments, overrides=about.overrides)
+    spec = VERBS[call.verb]
+    if spec.arguments is not None and "cfg" not in flags and not problems:
+        problems += call.arity_problems(spec.arguments, overrides=spec.overrides)
     if problems:
         problems += call.package_problems()
-        raise ConfigError([*problems, *(call.key_problems() if about.composes and has_all else ())])
+        raise ConfigError([*problems, *(call.key_problems() if spec.composes and has_all else ())])
     return call, {name: value for name, value in flags.items() if name in _COMMON_FLAGS}
 
 

@@ -56,7 +56,7 @@ def arguments_of(file: str, overrides: Sequence[str]) -> tuple[list[str], str]:
         raise ConfigError([Problem(key=file, rule=f"is no Python: {error}.", origin=COMMAND_LINE)]) from error
     kinds = (ast.ClassDef, ast.FunctionDef)
     defined = {node.name: node for node in tree.body if isinstance(node, kinds)}
-    keys = {key_of(argument) for argument in overrides}
+    keys = {key_of(line) for line in overrides}
     named_elsewhere = bool(keys & {"recipe", "experiment"})
     arguments = [] if named_elsewhere else ["recipe=null", *([] if "name" in keys else [f"name={module[-1]}"])]
     problems = list[Problem]()

@@ -18,8 +18,8 @@ from trainkit.verbs.support.call import Call
 def run(call: Call) -> int:
     """Print the texts; print that of a single prompt while it is generated."""
     problems = list[Problem]()
-    flags = {name: _number(call, name) for name in RULES if _flag(name) in call.flags}
-    problems += [call.problem(_flag(name), rule) for name, rule in broken_settings(flags)]
+    options = {name: _number(call, name) for name in RULES if _flag(name) in call.flags}
+    problems += [call.problem(_flag(name), rule) for name, rule in broken_settings(options)]
     prompts = _prompts(call, problems)
     refuse(problems)
 
@@ -33,9 +33,9 @@ def run(call: Call) -> int:
         _write(prompts[0])
     texts = writer.write(
         prompts,
-        sampling=Sampling(temperature=temperature_of(flags), top_k=flags.get("top_k"), top_p=flags.get("top_p")),
-        max_tokens=flags.get("max_tokens", MAX_TOKENS),
-        seed=flags.get("seed", 0),
+        sampling=Sampling(temperature=temperature_of(options), top_k=options.get("top_k"), top_p=options.get("top_p")),
+        max_tokens=options.get("max_tokens", MAX_TOKENS),
+        seed=options.get("seed", 0),
         on_text=(lambda _, piece: _write(piece)) if alone else None,
     )
     if "json" in call.flags:
