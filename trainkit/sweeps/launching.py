@@ -103,7 +103,7 @@ class Launching:
             config.hydra.sweep.dir = str(self._folder)  # the sweeper writes into it too
         self._jobs: dict[str, SweepJob] = {}
         self._warm: WarmStarter | None = None
-        self._shares_data = False
+        self._has_shared = False
 
     @cached_property
     def sweep(self) -> Sweep:
@@ -192,8 +192,8 @@ class Launching:
             config.hydra.job.num = number
         HydraConfig.instance().set_config(config)  # `hydra.sweep.subdir` refers to the job's number
         cfg = _run_config(config)
-        if self._warm is not None and not self._shares_data:  # usually the dataset of the first job is that of all
-            self._shares_data = True
+        if self._warm is not None and not self._has_shared:  # usually the dataset of the first job is that of all
+            self._has_shared = True
             self._warm.share(cfg.data)
         key = identity(cfg)
         twin = self._jobs.get(key)

@@ -356,8 +356,8 @@ class Sweep:
         self.halted = loop.failed is not None or self.is_spent
         if loop.signals:
             ended = len(self.requested & self.exit_codes.keys())
-            total = f" of {source.total}" if source.total is not None else ""
-            text = f"the sweep was stopped: {ended}{total} jobs were started. The same command resumes it with "
+            of_total = f" of {source.total}" if source.total is not None else ""
+            text = f"the sweep was stopped: {ended}{of_total} jobs were started. The same command resumes it with "
             text += shell_word(setting("sweep.resume", self.folder))
             raise stop_error(stop_signals()[signal.Signals(loop.signals[0])], text)
 

@@ -146,16 +146,16 @@ def _chosen(lines: Sequence[JobLine], room: int) -> tuple[list[JobLine], int]:
 
 
 def _cells(line: JobLine, goal: str) -> tuple[str, ...]:
-    remaining, progress = "" if line.seconds is None else duration(line.seconds), line.progress
+    time, progress = "" if line.seconds is None else duration(line.seconds), line.progress
     if progress is None:
-        return line.name, line.state, "", "", "", remaining, line.label
+        return line.name, line.state, "", "", "", time, line.label
     step, last = progress["step"], progress["last_step"]
     done = "" if step is None or not last else f" {share(min(1.0, step / last)):>5}"
     if line.state == "running":
-        remaining = clock(math.inf if progress["remaining_s"] is None else progress["remaining_s"])
+        time = clock(math.inf if progress["remaining_s"] is None else progress["remaining_s"])
     values = (progress["metrics"].get(name) for name in (goal, "train/loss"))
     metric, loss = ("" if value is None else figure(value) for value in values)
-    return line.name, line.state, "" if step is None else count(step) + done, metric, loss, remaining, line.label
+    return line.name, line.state, "" if step is None else count(step) + done, metric, loss, time, line.label
 
 
 def screen_for() -> Screen:

@@ -167,17 +167,17 @@ def standings(
     sign = 1 if lower_is_better else -1
     order = sorted(table, key=lambda name: sign * fmean(table[name].values()))
     level = alpha / max(len(table) - 1, 1)
-    result = []
-    for rank, name in enumerate(order):
+    ranked = []
+    for index, name in enumerate(order):
         standing = Standing(name=name, seeds=len(table[name]))
-        for rival in order[:rank]:
+        for rival in order[:index]:
             pairs = [value - table[rival][seed] for seed, value in table[name].items() if seed in table[rival]]
             test = verdict(pairs, level, lower_is_better=lower_is_better, resolution=resolution) if pairs else None
             if test is not None and test.answer == "worse":
                 standing = replace(standing, rival=rival, verdict=test)
                 break
-        result.append(standing)
-    return result
+        ranked.append(standing)
+    return ranked
 
 
 _MOST_COUNTED: Final = 10_000

@@ -181,11 +181,11 @@ def compare(
         raise refusal(f"--metric {goal.metric}", f"no run has it. There are: {', '.join(metrics)}.")
     pairs = [_pair(seed, runs_a[seed], runs_b[seed], goal) for seed in seeds]
     alpha = ALPHA / edits
-    result, remarks = _answer(pairs, goal, alpha=alpha, delta=delta, budget=budget)
+    test, remarks = _answer(pairs, goal, alpha=alpha, delta=delta, budget=budget)
     valid = _valid(pairs)
     remarks = [*notes, *_remarks(a, b, valid, pairs), *remarks]
     if same or (pairs and all(_same_bits(runs_a[seed], runs_b[seed]) for seed in seeds)):
-        result = replace(result, answer="the same" if same else "the same bits", low=0.0, high=0.0, more_pairs=0)
+        test = replace(test, answer="the same" if same else "the same bits", low=0.0, high=0.0, more_pairs=0)
         remarks = [*notes, *([same] if same else [])]
     document = PairedComparison(
         version=1,
@@ -195,11 +195,11 @@ def compare(
         differences=[{**asdict(item), "tag": item.tag.value} for item in _differences(a, b)],  # type: ignore[typeddict-item]
         metric=goal.metric,
         mode=goal.mode,
-        answer=result.answer if result.answer != "the same within delta" else f"the same within {figure(delta or 0.0)}",
-        difference=None if same or not valid else result.difference,
-        interval=[result.low, result.high],
+        answer=test.answer if test.answer != "the same within delta" else f"the same within {figure(delta or 0.0)}",
+        difference=None if same or not valid else test.difference,
+        interval=[test.low, test.high],
         alpha=alpha,
-        more_pairs=result.more_pairs,
+        more_pairs=test.more_pairs,
         pairs=pairs,
         gain_of_pairing=_gain(valid),
         unpaired=[] if same else [*_unpaired(a, b)],
@@ -235,7 +235,7 @@ def _answer(
     if not valid:
         return Verdict(answer="not distinguishable yet", difference=math.nan, low=-math.inf, high=math.inf), []
     resolution = resolution_of(value for pair in valid for value in pair)
-    result = verdict(
+    test = verdict(
         [b - a for a, b in valid],
         alpha,
         lower_is_better=goal.mode == "min",
@@ -243,15 +243,15 @@ def _answer(
         delta=delta,
         budget=budget,
     )
-    winner: Literal["a", "b"] = "b" if result.answer == "better" else "a"
-    open_again = replace(result, answer="not distinguishable yet", more_pairs=None)
-    if result.answer in _DECIDED and _diverged(pairs, winner) > _diverged(pairs, "a" if winner == "b" else "b"):
+    winner: Literal["a", "b"] = "b" if test.answer == "better" else "a"
+    open_again = replace(test, answer="not distinguishable yet", more_pairs=None)
+    if test.answer in _DECIDED and _diverged(pairs, winner) > _diverged(pairs, "a" if winner == "b" else "b"):
         text = "has the better values where both end, and is not better, as more of its runs diverged"
         return open_again, [f"{winner.upper()} {text}"]
-    is_tie = resolution > 0 and abs(result.difference) <= resolution * 1.001
-    if is_tie and result.answer in (*_DECIDED, "not distinguishable yet"):
+    is_tie = resolution > 0 and abs(test.difference) <= resolution * 1.001
+    if is_tie and test.answer in (*_DECIDED, "not distinguishable yet"):
         return open_again, [f"a tie: the means differ by one step of {goal.metric}, {figure(resolution)}, or less"]
-    return result, []
+    return test, []
 
 
 _DECIDED: Final = ("better", "worse")

@@ -110,9 +110,9 @@ class Trials:
 
     def ended(self, job: SweepJob, code: int) -> None:
         """Report the end of a job to Optuna. A trial that Ctrl-C stopped stays open: a resumed search continues it."""
-        waiting = self._running[job.name]
-        running = waiting.pop(0)
-        if not waiting:
+        twins = self._running[job.name]
+        running = twins.pop(0)
+        if not twins:
             del self._running[job.name]
         self._report_new(running)
         if code in _STOPPED and not running.gave_up:
