@@ -88,11 +88,11 @@ class SamplePictures(Callback):
     def validate(self, planned: Planned) -> list[Problem]:
         """Return problems: an objective that has no worst samples, and samples that are no images or cannot be read."""
         objective, dataset, rule = planned.objective, planned.datasets["train"], ""
-        indexed = [split for split, dataset in planned.datasets.items() if not hasattr(dataset, "__getitem__")]
+        streams = [split for split, data in planned.datasets.items() if not hasattr(data, "__getitem__")]
         if WORST not in objective.details(dataset, batch_size=1).metrics:
             rule = f"needs the loss of each sample, and {type(objective).__name__} returns none. Leave it out."
-        elif planned.sample is None or indexed:
-            rule = f"reads samples by their numbers, and the split {(*indexed, 'train')[0]} is a stream. Leave it out."
+        elif planned.sample is None or streams:
+            rule = f"reads samples by their numbers, and the split {(*streams, 'train')[0]} is a stream. Leave it out."
         elif not images_of([shown := input_of(planned.sample, getattr(objective, "input", None))]):
             actual = tuple(shown.shape) if isinstance(shown, Tensor | np.ndarray) else type(shown).__name__
             rule = f"needs images, (1 or 3, height, width) of 4 pixels or more, and a sample is {actual}. Leave it out."

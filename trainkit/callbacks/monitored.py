@@ -46,12 +46,12 @@ class _Monitor(Callback):
         Raises:
             ConfigError: the evaluation of this split has no such metric.
         """
-        watched, progress, every = MonitoredMetric.of(run.cfg.eval), self._progress, run.cfg.eval
+        watched, progress, settings = MonitoredMetric.of(run.cfg.eval), self._progress, run.cfg.eval
         figures = [figure for figure in metrics if figure.startswith(f"{watched.metric.partition('/')[0]}/")]
         if figures and watched.metric not in metrics:
             rule = f"{self._choice} compares this metric, and the evaluation returns {', '.join(figures)}."
             raise ConfigError([Problem(key="eval.metric", value=watched.metric, rule=rule)])
-        due = every_steps_or_epochs(lambda: None, every.every_steps, every.every_epochs, run.plan.steps_per_epoch)
+        due = every_steps_or_epochs(lambda: None, settings.every_steps, settings.every_epochs, run.plan.steps_per_epoch)
         if not figures or not any(trigger.next_after(progress.counted) <= run.state.step for trigger in due):
             return
         progress.counted, value, best = run.state.step, metrics[watched.metric], progress.best

@@ -114,20 +114,20 @@ def breakdown(ranks: Sequence[StepTimes], kernels: KernelTimes) -> Breakdown:
         kernels: kernel times of one rank.
 
     Example:
-        >>> one = StepTimes(steps=(1.0,), inputs=(0.1,), exchanges=(0.5,))
-        >>> other = StepTimes(steps=(1.0,), inputs=(0.1,), exchanges=(0.0,))
-        >>> found = breakdown([one, other], KernelTimes(compute_s=0.3))
-        >>> found.bottleneck, found.slowest, round(found.shares["compute"], 3)
+        >>> first = StepTimes(steps=(1.0,), inputs=(0.1,), exchanges=(0.5,))
+        >>> second = StepTimes(steps=(1.0,), inputs=(0.1,), exchanges=(0.0,))
+        >>> usage = breakdown([first, second], KernelTimes(compute_s=0.3))
+        >>> usage.bottleneck, usage.slowest, round(usage.shares["compute"], 3)
         ('straggler', 1, 0.3)
     """
     count = min(len(rank.steps) for rank in ranks)
-    whole = mean(rank.steps[step] for rank in ranks for step in range(count))
+    step_s = mean(rank.steps[step] for rank in ranks for step in range(count))
     longest = [max(rank.busy_s(step) for rank in ranks) for step in range(count)]
     usual = [median_low([rank.busy_s(step) for rank in ranks]) for step in range(count)]
     exchange = mean(min(rank.exchanges[step] for rank in ranks) for step in range(count))
     straggler = mean(most - typical for most, typical in zip(longest, usual, strict=True))
     read = mean(median_low([rank.inputs[step] for rank in ranks]) for step in range(count))
-    rest = max(whole - exchange - straggler - read, 0.0)
+    rest = max(step_s - exchange - straggler - read, 0.0)
     busy = kernels.compute_s + kernels.memory_s
     scale = min(rest / busy, 1.0) if busy else 0.0  # recorded operations take longer than others
     seconds = {
@@ -171,12 +171,12 @@ def remedy(kind: str, cfg: RunConfig, *, device: str, is_stream: bool) -> str:
     return next(way for applies, way in ways[kind] if applies)
 
 
-def verdict(split: Breakdown, cfg: RunConfig, *, device: str, is_stream: bool) -> str:
+def verdict(usage: Breakdown, cfg: RunConfig, *, device: str, is_stream: bool) -> str:
     """Return the bottleneck, its share and the key that may remove it, in one line."""
-    kind = split.bottleneck
-    where = f" (rank {split.slowest})" if kind == "straggler" else ""
+    kind = usage.bottleneck
+    where = f" (rank {usage.slowest})" if kind == "straggler" else ""
     key = remedy(kind, cfg, device=device, is_stream=is_stream)
-    return f"bottleneck: {kind}{where}, {share(split.shares[kind])} of a step. What may reduce it: {key}"
+    return f"bottleneck: {kind}{where}, {share(usage.shares[kind])} of a step. What may reduce it: {key}"
 
 
 @dataclass
@@ -306,11 +306,11 @@ class Profiler(Callback):
     def _conclude(self, run: Run) -> None:
         """Print the bottleneck, and write it."""
         ranks = [times for rank in range(run.collective.num_ranks) if (times := self._times_of(run, rank)) is not None]
-        split = breakdown(ranks, self._running.kernels)
+        usage = breakdown(ranks, self._running.kernels)
         is_stream = isinstance(run.datasets.get("train"), Stream)
-        line = verdict(split, run.cfg, device=run.device.type, is_stream=is_stream)
+        line = verdict(usage, run.cfg, device=run.device.type, is_stream=is_stream)
         path = run.folder / "profile" / "bottleneck.json"
-        content = {"bottleneck": split.bottleneck, "shares": split.shares, "slowest_rank": split.slowest, "text": line}
+        content = {"bottleneck": usage.bottleneck, "shares": usage.shares, "slowest_rank": usage.slowest, "text": line}
         with naming(path):
             path.write_text(json.dumps(content, indent=1), encoding="utf-8")
         if not run.cfg.quiet:

@@ -74,7 +74,7 @@ class LrCurve:
         The loss counts as falling if its least smoothed value is below the first one by more than the noise: the
         standard deviation of the losses around the smoothed ones, up to the least.
         """
-        rates, losses = ([step[column] for step in steps] for column in (0, 1))
+        rates, losses = ([step[position] for step in steps] for position in (0, 1))
         smoothed = _smoothed(np.array(losses, dtype=np.float64)) if steps else np.zeros(0)
         columns = zip(rates, losses, smoothed.tolist(), strict=True)
         points = tuple(RateStep(lr=lr, loss=loss, smoothed=mean) for lr, loss, mean in columns)

@@ -73,12 +73,12 @@ def comparison_page(comparison: Comparison) -> str:
     runs, goal = comparison.runs, comparison.goal
     best = sorted(range(len(runs)), key=lambda index: _rank(runs[index], goal))
     chosen, drawn = sorted(best[:_MOST_RUNS]), {*best[:_MOST_DRAWN]}
-    shown = [(number, runs[index].rows) for number, index in enumerate(chosen) if index in drawn]
+    shown = [(position, runs[index].rows) for position, index in enumerate(chosen) if index in drawn]
     data = cleaned(_document(comparison, chosen))
     data["curves"] = [
         {
             "name": cleaned(name),
-            "runs": [{"run": number, **_curve(rows, name)} for number, rows in shown if name in rows.curves],
+            "runs": [{"run": position, **_curve(rows, name)} for position, rows in shown if name in rows.curves],
         }
         for name in _names(comparison)
     ]

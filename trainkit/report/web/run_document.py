@@ -209,14 +209,14 @@ class RunFacts:
 def run_page(facts: RunFacts) -> str:
     """Return the page of a run, which loads itself again while the run goes on; a curve has at most 2,000 points."""
 
-    def place(item: tuple[str, Curve]) -> tuple[bool, bool]:  # the monitored metric and the losses first
+    def order(item: tuple[str, Curve]) -> tuple[bool, bool]:  # the monitored metric and the losses first
         return item[0] != facts.goal.metric, "loss" not in item[0]
 
     data = cleaned(run_document(facts))
     data["result"] = cleaned(list(flattened(facts.files.result)), _LONGEST_VALUE)
     data["curves"] = [
         {"name": cleaned(name), **compact_curve(curve.points(), curve.num_points)}
-        for name, curve in sorted(facts.rows.curves.items(), key=place)
+        for name, curve in sorted(facts.rows.curves.items(), key=order)
     ]
     return make_page(data, scripts=SCRIPTS, refresh_s=_REFRESH_S if _is_active(facts) else None)
 
