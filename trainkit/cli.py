@@ -96,8 +96,8 @@ def _print_error(text: str) -> None:
 
 def _dispatch(arguments: Sequence[str]) -> int:
     # Answer help and version before anything else is checked.
-    options = {"-h": "--help", "-V": "--version"}
-    early = [options.get(word, word) for word in arguments]
+    aliases = {"-h": "--help", "-V": "--version"}
+    early = [aliases.get(word, word) for word in arguments]
     if "--version" in early:
         sys.stdout.write(f"trainkit {__version__}\n")
         return 0

@@ -153,8 +153,8 @@ def refuse(problems: Iterable[Problem]) -> None:
     Example:
         >>> refuse([])
     """
-    if every := tuple(problems):
-        raise ConfigError(every)
+    if collected := tuple(problems):
+        raise ConfigError(collected)
 
 
 def together(*checks: Callable[[], object], then: Callable[[], T]) -> T:

@@ -271,12 +271,12 @@ class Limit:
 
     def __get_pydantic_json_schema__(self, schema: Any, handler: Callable[[Any], Any]) -> dict[str, Any]:
         """Describe the limit in a JSON Schema."""
-        document = dict(handler(schema))
+        json_schema = dict(handler(schema))
         if math.isfinite(self.low):
-            document["exclusiveMinimum" if self.open_low else "minimum"] = self.low
+            json_schema["exclusiveMinimum" if self.open_low else "minimum"] = self.low
         if math.isfinite(self.high):
-            document["exclusiveMaximum" if self.open_high else "maximum"] = self.high
-        return document if self.regex is None else {**document, "pattern": f"^(?:{self.regex})$"}
+            json_schema["exclusiveMaximum" if self.open_high else "maximum"] = self.high
+        return json_schema if self.regex is None else {**json_schema, "pattern": f"^(?:{self.regex})$"}
 
     def broken_by(self, value: Any) -> bool:
         """Return whether a value of a fitting type breaks the limit; null and words pass.

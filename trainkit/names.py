@@ -120,7 +120,7 @@ def rule_of(name: str) -> str | None:
     if name in NAMES or not name.startswith("trainkit."):
         return None
     kind = name.rpartition(".")[2]
-    closest = get_close_matches(kind, _PUBLIC, n=1)
-    if not closest:
+    matches = get_close_matches(kind, _PUBLIC, n=1)
+    if not matches:
         return "trainkit has no class of this name for configs."
-    return f"write {_PUBLIC[kind]}." if kind in _PUBLIC else f"there is no {kind}. Did you mean {_PUBLIC[closest[0]]}?"
+    return f"write {_PUBLIC[kind]}." if kind in _PUBLIC else f"there is no {kind}. Did you mean {_PUBLIC[matches[0]]}?"
