@@ -85,14 +85,14 @@ class Session:
                     is_given=composition.is_given, check=self._check,
                 )  # fmt: skip
                 task = stack.enter_context(runner.opened(request))
-                loss = LoopLoss(self._terms)
-                session = stack.enter_context(task.opened(loss))
+                loop_loss = LoopLoss(self._terms)
+                session = stack.enter_context(task.opened(loop_loss))
             except ConfigError as error:
                 raise composition.with_origins(error) from error
             assert session is not None
             self._task = task
             stack.enter_context(session.keeping_last_checkpoint())
-            self._loop = OwnLoop(session, loss, strategy=self._strategy)
+            self._loop = OwnLoop(session, loop_loss, strategy=self._strategy)
             self._stack = stack.pop_all()
         return self
 

@@ -131,7 +131,7 @@ class LoopLoss(Objective):
         self.configured = training.objective
         self.term_names = self._terms or self.configured.term_names  # type: ignore[misc]  # of this loop
         settings = {field.name: getattr(training, field.name) for field in fields(training)}
-        return _LoopContext(**settings | {"objective": self}, step_loss=self)
+        return _LoopContext(**settings | {"objective": self}, loop_loss=self)
 
     def loss(self, model: Model, batch: Any) -> Loss:
         """Return the loss of the configured objective."""
@@ -146,23 +146,23 @@ class LoopLoss(Objective):
 class _LoopContext(StepContext):
     """The settings of the steps of a user's own loop."""
 
-    step_loss: LoopLoss
+    loop_loss: LoopLoss
 
     def loss(self, model: Model, batch: Any, step: int, shard: int) -> Loss:
         """Return the loss that the loop gives to this step, or that of the configured objective."""
-        function, configured = self.step_loss.function, self.step_loss.configured
+        function, configured = self.loop_loss.function, self.loop_loss.configured
         if function is None and isinstance(configured, FunctionLoss):
             function = configured.function
         if function is None or function == configured.loss:
             return super().loss(model, batch, step, shard)
         samples, per_sample = self.plan.shard_size(step, shard), self.weighing.per_sample
         weight = float(samples if per_sample is None else samples * per_sample)
-        loss = loss_of(function, model, batch, weight=weight, terms=self.step_loss.term_names)
+        loss = loss_of(function, model, batch, weight=weight, terms=self.loop_loss.term_names)
         actual = loss.weight
         if per_sample is None:  # the weight of the shard is not known before
             return loss
         if isinstance(actual, Tensor) or abs(actual - weight) > 1e-6 * weight:
-            name = type(self.step_loss.configured).__name__
+            name = type(self.loop_loss.configured).__name__
             shown = "a tensor" if isinstance(actual, Tensor) else f"{actual:g}"
             raise TrainingError(
                 f"loss_fn gives a Loss whose weight is {shown}, and {name} divides this shard by {weight:g}. Return "

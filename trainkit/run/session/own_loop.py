@@ -25,12 +25,12 @@ class OwnLoop:
 
     Args:
         task: the open session of the task.
-        loss: the loss of the steps, which the executor computes with.
+        loop_loss: the loss of the steps, which the executor computes with.
         strategy: the name of the strategy, for messages.
     """
 
-    def __init__(self, task: TaskSession, loss: LoopLoss, *, strategy: str) -> None:
-        self.task, self._loss, self._name = task, loss, strategy
+    def __init__(self, task: TaskSession, loop_loss: LoopLoss, *, strategy: str) -> None:
+        self.task, self._loop_loss, self._name = task, loop_loss, strategy
         self._refused = task.parts.strategy.facts_in(task.plan.context).refused_calls
         self._compiles_step = task.cfg.compile.mode == "step"
         self._repeats = bool(task.plan.optimizers) or task.parts.precision.loss_scale().moves
@@ -133,17 +133,17 @@ class OwnLoop:
         Raises:
             ConfigError: the strategy, or an objective with phases, does not support a loss for a single step.
         """
-        if isinstance(self._loss.configured, FunctionLoss):
+        if isinstance(self._loop_loss.configured, FunctionLoss):
             self._refuse(LoopCall.own_loss)
-        if function is not None and function != self._loss.configured.loss:
+        if function is not None and function != self._loop_loss.configured.loss:
             self._refuse(LoopCall.own_loss)
-            if self._loss.configured.phases:
+            if self._loop_loss.configured.phases:
                 rule = "has phases, each with its own loss. Use step() without loss_fn."
                 raise ConfigError([Problem(key="objective", rule=rule)])
             if not callable(function):
                 raise TrainingError(f"loss_fn is a {type(function).__name__}: give a function of (model, batch).")
             self.task.run.state.mark_own_loss()
-        self._loss.take(function)
+        self._loop_loss.take(function)
 
     def _refuse(self, call: LoopCall) -> None:
         if self._compiles_step:
