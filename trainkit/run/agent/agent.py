@@ -328,10 +328,10 @@ class Agent:
             ended = {end.rank for end in exits}
             running = [rank for rank in group.running if rank not in ended]
             facts = facts_of(self._evidence, exits=exits, running=running)
-            verdict = first_failure(facts, waited_s=time.monotonic() - begun)
-            if isinstance(verdict, tuple) and self.events.empty():  # an exit that has been reported counts in any case
+            result = first_failure(facts, waited_s=time.monotonic() - begun)
+            if isinstance(result, tuple) and self.events.empty():  # an exit that has been reported counts in any case
                 return failure_of(self._evidence, facts), exits
-            event = self._next_event(min(verdict, _LOOK_S) if isinstance(verdict, float) else 0.0)
+            event = self._next_event(min(result, _LOOK_S) if isinstance(result, float) else 0.0)
             if event is not None and (exited := self._failed_exit(group, attempt, event)) is not None:
                 exits.append(exited)
 

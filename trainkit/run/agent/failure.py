@@ -286,7 +286,7 @@ def first_failure(
         return grace_s - waited_s
     if first_kind is Kind.CONNECTION_LOST and silent:
         return min(silent, key=_unresponsive), "unresponsive"
-    return min(failed, key=lambda peer: peer[:3])[3], "failed"
+    return min(failed, key=lambda entry: entry[:3])[3], "failed"
 
 
 def _blamed(overdue: RankFacts, facts: Collection[RankFacts]) -> RankFacts:
@@ -323,7 +323,7 @@ def facts_of(
     ranks = [*(ended.rank for ended in exits), *(reports or ()), *running]
     evidence.look(ranks)
     late = waited_for(running, folder.collectives_of) if folder is not None else frozenset[int]()
-    places = {ended.rank: i for i, ended in enumerate(exits)} | {rank: i for i, rank in enumerate(reports or ())}
+    arrivals = {ended.rank: i for i, ended in enumerate(exits)} | {rank: i for i, rank in enumerate(reports or ())}
     codes = {ended.rank: ended.code for ended in exits}
     facts = []
     for rank in dict.fromkeys(ranks):
@@ -340,7 +340,7 @@ def facts_of(
                 rank=rank,
                 exit_code=code,
                 report=report,
-                arrival=evidence.arrival(rank) if is_seen else places.get(rank, 0),
+                arrival=evidence.arrival(rank) if is_seen else arrivals.get(rank, 0),
                 heartbeat=heartbeat,
                 gave_up_waiting=folder is not None and code is not None and gave_up_waiting(folder, rank, code),
                 is_suspended=evidence.suspended(rank) is not None,

@@ -75,14 +75,14 @@ class Fault:
 
 def fault_of(folder: RunFolder, tasks: Iterable[Task], rank: int, *, begun_at: int | None, reached: int) -> Fault:
     """Return the facts about a failed attempt that the restart policy needs."""
-    errors = frozenset(raised for task in tasks if (raised := raised_by(folder, task)) is not None)
+    errors = frozenset(error for task in tasks if (error := raised_by(folder, task)) is not None)
     heartbeat = read_heartbeat(folder.heartbeat_of(rank))
     return Fault(
         step=None if heartbeat is None else heartbeat.step,
         begun_at=begun_at or 0,
         reached=reached,
         newer=reached != begun_at,
-        raised=errors if any(raised.rank == rank for raised in errors) else frozenset(),
+        raised=errors if any(error.rank == rank for error in errors) else frozenset(),
     )
 
 
@@ -97,7 +97,7 @@ def raised_by(folder: RunFolder, task: Task) -> RaisedError | None:
 
 def repeated(errors: Iterable[RaisedError]) -> str | None:
     """Return why a run whose exceptions were repeated is given up; None if none was."""
-    first = min(errors, key=lambda raised: raised.rank, default=None)
+    first = min(errors, key=lambda error: error.rank, default=None)
     if first is None:
         return None
     when = "while starting" if first.step is None else f"in step {first.step}"
@@ -401,7 +401,7 @@ def record_relaunch(
     """
     headline, rank = ("The processes had ended.", None) if failure is None else (failure.headline, failure.rank)
     tasks = [Task(role="rank", index=number, rank=number) for number in sorted(reports_in(folder))]
-    errors = frozenset(raised for task in tasks if (raised := raised_by(folder, task)) is not None)
+    errors = frozenset(error for task in tasks if (error := raised_by(folder, task)) is not None)
     if not any(error.rank == rank for error in errors):
         errors = frozenset()
     earlier = frozenset(RaisedError(**values) for values in before)

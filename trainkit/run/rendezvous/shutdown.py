@@ -137,15 +137,15 @@ def _first_failure(
         evidence = ProcessEvidence(folder, local.copy, away=away, reports=reports)
         ordered = {rank: reports[rank] for rank in sorted(reports, key=arrivals.__getitem__)}
         facts = facts_of(evidence, running=silent, reports=ordered)
-        verdict = first_failure(facts, waited_s=time.monotonic() - begun, graces=AT_THE_STORE)
-        if not isinstance(verdict, float):
+        result = first_failure(facts, waited_s=time.monotonic() - begun, graces=AT_THE_STORE)
+        if not isinstance(result, float):
             break
-        received = barrier.read_any([f"failed/{rank}" for rank in silent], within_s=verdict)
+        received = barrier.read_any([f"failed/{rank}" for rank in silent], within_s=result)
         if not received:  # the time is over, or the store is lost
             break
         for message in received.values():
-            peer = report_from_json(message["words"])
-            reports[peer.rank], arrivals[peer.rank] = peer, message["arrival"]
+            peer_report = report_from_json(message["words"])
+            reports[peer_report.rank], arrivals[peer_report.rank] = peer_report, message["arrival"]
     if folder is None:
         first = first_failure([peer for peer in facts if peer.report is not None])
         assert isinstance(first, tuple)
