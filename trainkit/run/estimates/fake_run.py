@@ -433,9 +433,9 @@ def observe(
     fakes = None if has_data else FakeTensorMode(allow_non_fake_inputs=True)
     on_cpu = plan.tasks[rank].device == "cpu"
     # all-reduces that another reducer replaces copy nothing
-    summed = {variant.estimate_memory(model, plan.context).gradient_copies for variant in (strategy, observed)}
+    copies = {variant.estimate_memory(model, plan.context).gradient_copies for variant in (strategy, observed)}
     watch = watching(
-        fakes, copied=_COPIED[len(summed) > 1] if on_cpu else (), shards=len(chosen), only_inside=bool(modules)
+        fakes, copied=_COPIED[len(copies) > 1] if on_cpu else (), shards=len(chosen), only_inside=bool(modules)
     )
     with ExitStack() as stack:
         stack.enter_context(Untouched(seed=0))
@@ -462,7 +462,7 @@ def observe(
         )
         make_batch = batch_of or cache(partial(example_batch, plan))
         examples = [make_batch(plan.batch.shard_size(0, shard)) for shard in chosen]
-        evaluated = make_batch(size) if evaluates and (size := evaluated_samples(plan)) else None
+        eval_batch = make_batch(size) if evaluates and (size := evaluated_samples(plan)) else None
         stack.enter_context(watch)
         watch.follow(model, modules) if modules else watch.see_tensors(model.modules())
         task = Task(role="worker", index=rank, rank=rank, device="cpu")
@@ -497,12 +497,12 @@ def observe(
             num_batches=len(chosen),
         )
         del inputs
-        if evaluated is None or stages > 1:
+        if eval_batch is None or stages > 1:
             return result
         try:
             watch.begin()
             watch.enter("evaluation")
-            _evaluate(executor, plan, _batch(evaluated, fakes))
+            _evaluate(executor, plan, _batch(eval_batch, fakes))
         except Exception as error:  # noqa: BLE001 - the user's objective may fail in any way without data
             return replace(result, evaluation_error=error)
         return replace(result, evaluation=watch.peaks["evaluation"])

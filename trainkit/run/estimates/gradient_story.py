@@ -236,8 +236,8 @@ class Story(Watch):  # type: ignore[no-untyped-call]
 
     def _put_chunks(self, tensors: Sequence[Tensor], num_chunks: int, out: Tensor) -> None:
         """Give the vector that fully_shard sends the events of its gradients: a row of parts for each rank."""
-        item, start = out.element_size(), _span(out)[0]
-        sizes = [-(-tensor.shape[0] // num_chunks) * (tensor.numel() // tensor.shape[0]) * item for tensor in tensors]
+        width, start = out.element_size(), _span(out)[0]
+        sizes = [-(-tensor.shape[0] // num_chunks) * (tensor.numel() // tensor.shape[0]) * width for tensor in tensors]
         stories = [self._of(tensor) for tensor in tensors]
         for _ in range(num_chunks):
             for size, events in zip(sizes, stories, strict=True):
@@ -260,9 +260,9 @@ class Story(Watch):  # type: ignore[no-untyped-call]
         name: str = func._schema.name.split("::")[1]
         base = name.rstrip("_").removeprefix("_foreach_")
         written = list(_written(func, args, kwargs))
-        owned = {id(tensor) for tensor in written}
+        written_ids = {id(tensor) for tensor in written}
         leaves = list(_tensors((args, kwargs)))
-        inputs = [leaf for leaf in leaves if id(leaf) not in owned]
+        inputs = [leaf for leaf in leaves if id(leaf) not in written_ids]
         self._scaled(base, args, leaves, result, written)
         if not self._regions:
             return
@@ -288,15 +288,15 @@ class Story(Watch):  # type: ignore[no-untyped-call]
             for source, other, out in zip(args[0], others, outs, strict=False):
                 self._put(out, self._merged([self._of(source), *([] if other is None else [self._of(other)])]))
         elif base == "add":
-            parts = [self._of(term) for term in args[:2] if isinstance(term, Tensor)]
-            self._put(outs[0], self._merged(parts, is_number=outs[0].numel() == 1))
+            stories = [self._of(term) for term in args[:2] if isinstance(term, Tensor)]
+            self._put(outs[0], self._merged(stories, is_number=outs[0].numel() == 1))
         elif base == "copy" and len(written) > 1:
             for source, out in zip(args[1], written, strict=True):
                 self._put(out, self._of(source))
         elif base in _COPIES:
-            parts = [self._of(leaf) for leaf in inputs if _is_plain(leaf)]
+            stories = [self._of(leaf) for leaf in inputs if _is_plain(leaf)]
             for out in outs:
-                self._put(out, self._merged(parts))
+                self._put(out, self._merged(stories))
         else:
             before = frozenset[Event]().union(*(self._of(leaf) for leaf in leaves if _is_plain(leaf)))
             for out in outs:

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from trainkit.run.estimates.fake_run import ObservedSteps
 
 _MOST_REMEDIES: Final = 3
-"""Number of remedies."""
+"""Largest number of remedies that are named."""
 _ENOUGH_S: Final = 3.0
 """Time for planning changes after an error: the other ranks wait for its text. Those of later kinds are not named."""
 _OF_A_PROCESS: Final = (resource.RLIMIT_DATA, resource.RLIMIT_AS)
@@ -157,10 +157,10 @@ class _Trials:
         overrides, prices, current = "", "", plan
         needs = self.verdict(plan, evaluates=False).needs
         for kind in _KINDS:
-            step = self.cheapest(kind, current, below=needs)
-            if step is None or step[0].needs >= needs:
+            cheapest = self.cheapest(kind, current, below=needs)
+            if cheapest is None or cheapest[0].needs >= needs:
                 continue
-            remedy, current = step
+            remedy, current = cheapest
             needs = remedy.needs
             overrides, prices = f"{overrides} {remedy.overrides}".strip(), f"{prices}; {remedy.price}".strip("; ")
             whole = replace(remedy, overrides=_last_of_each(overrides), price=prices)
@@ -199,13 +199,13 @@ def largest_savings(plan: RunPlan, model: nn.Module, *, placing: bool) -> list[t
     # On the CPU all tasks of a host share its memory, so that a model cut over them needs no less, unless each process
     # has a limit of its own (ulimit -d, -v).
     on_host = plan.tasks[0].device == "cpu" and not any(resource.getrlimit(kind)[0] > 0 for kind in _OF_A_PROCESS)
-    memory = HostMemory(memory_bytes=0, whole_host=on_host)
+    hardware = HostMemory(memory_bytes=0, whole_host=on_host)
 
     def needs(other: RunPlan) -> int:
-        device = device_memory(other, model, evaluates=False)
+        memory = device_memory(other, model, evaluates=False)
         if placing:
-            device = DeviceMemory(static=replace(device.static, staging_bytes=0), part=device.part)
-        return verdict_of(other, device, memory).needs
+            memory = DeviceMemory(static=replace(memory.static, staging_bytes=0), part=memory.part)
+        return verdict_of(other, memory, hardware).needs
 
     before, count = needs(plan), plan.context.num_gpus or 4
     savings: list[tuple[Change, int]] = []

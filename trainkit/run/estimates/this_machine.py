@@ -273,8 +273,8 @@ def crowding_problems(
     """
     on_cpu = all(task.device == "cpu" for task in plan.tasks)
     has = host_bytes if on_cpu else min(map(_gpu_bytes, {task.device for task in plan.tasks} - {"cpu"}))
-    memory = HostMemory(memory_bytes=has, whole_host=on_cpu)
-    needs = verdict_of(plan, DeviceMemory(static=memory_of(plan, model)), memory).needs
+    hardware = HostMemory(memory_bytes=has, whole_host=on_cpu)
+    needs = verdict_of(plan, DeviceMemory(static=memory_of(plan, model)), hardware).needs
     count, key = (jobs, "sweep.slots") if on_cpu else (jobs_per_device, "sweep.jobs_per_device")
     if needs * count <= has:
         return []
