@@ -202,8 +202,8 @@ class Numbers:
     @property
     def verdict(self) -> Verdict:
         """The worst of the comparisons; gradients and losses that differ make the numbers differ."""
-        extra = [*self.gradients, *(result for result in (self.losses, self.begins) if result is not None)]
-        return worst([*self.comparisons, *(result for result in extra if result.verdict == "different")])
+        extra = [*self.gradients, *(comparison for comparison in (self.losses, self.begins) if comparison is not None)]
+        return worst([*self.comparisons, *(comparison for comparison in extra if comparison.verdict == "different")])
 
     @property
     def first(self) -> Comparison | None:

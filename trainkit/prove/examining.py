@@ -252,15 +252,15 @@ def gradient_hypotheses(step: StepEvidence, *, rate_is_apart: bool = True) -> It
 def _ratios(step: StepEvidence) -> Iterator[tuple[Cause, str, list[float]]]:
     """Yield the table of ratios: (cause, its form, the factor of each shard's gradient divided by the right one)."""
     shards, replicas, weight = step.shards, range(step.num_replicas), step.weight
-    by_replica = [sum(shard.weight for shard in shards if shard.replica == replica) for replica in replicas]
+    replica_weights = [sum(shard.weight for shard in shards if shard.replica == replica) for replica in replicas]
     size, count = sum(shard.size for shard in shards), len(shards)
     if all(shard.weight for shard in shards):
-        parts = len({shard.replica for shard in shards})
+        num_busy = len({shard.replica for shard in shards})
         yield MEAN_OF_MEANS, "", [weight / (shard.weight * count) for shard in shards]
-        yield MEAN_OF_MEANS, "of replicas", [weight / (by_replica[shard.replica] * parts) for shard in shards]
+        yield MEAN_OF_MEANS, "of replicas", [weight / (replica_weights[shard.replica] * num_busy) for shard in shards]
         yield MEAN_OF_MEANS, "weighted by samples", [weight * shard.size / (shard.weight * size) for shard in shards]
     for replica in replicas if len(replicas) > 1 else ():
-        for factor in {1.0, weight / (by_replica[replica] or weight)}:
+        for factor in {1.0, weight / (replica_weights[replica] or weight)}:
             yield NOT_REDUCED, f"replica {replica}", [factor * (shard.replica == replica) for shard in shards]
     for factor in {2.0, float(len(replicas)), float(count)} - {1.0}:
         yield COUNTED_TWICE, f"{factor:g} times", [factor] * count

@@ -92,7 +92,7 @@ def in_double_precision(
     Args:
         work: trains in the precision that it is given.
         log: logs the start of a training.
-        training: the training, in the log.
+        training: name of the training in the log.
         tolerated: errors that mean that the model does not run in fp64; those of config and data never do.
     """
     try:

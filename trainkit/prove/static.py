@@ -195,13 +195,13 @@ def findings(traced: Trace, one_device: Trace) -> Iterator[str]:
             holders.setdefault(name, set()).add(axes.stage_of(rank))
     for name in one_device.stories[0].gradients.keys() - holders.keys():
         yield f"{name} has no gradient on any stage"
-    data = [axis for axis in _DATA if sizes[axis] > 1]
+    data_axes = [axis for axis in _DATA if sizes[axis] > 1]
     in_parts = {*_meeting_parts(traced)} if axes.tensor > 1 else set[str]()
     for rank, story in traced.stories.items():
         suffix = f" (stage {axes.stage_of(rank)})" if axes.pipe > 1 else ""
         for name, gradient in story.gradients.items():
             events, counts = gradient.events, gradient.counts
-            expected = Counter([*data, *["pipe"] * (len(holders[name]) > 1), *["tensor"] * (name in in_parts)])
+            expected = Counter([*data_axes, *["pipe"] * (len(holders[name]) > 1), *["tensor"] * (name in in_parts)])
             subject = f"the gradient of {name}{suffix}"
             yield from _of_sums(subject, events, expected, axes, holders[name])
             scattered = (axes_of(event.ranks, axes) or () for event in events if event.kind == "scatter")
@@ -212,11 +212,11 @@ def findings(traced: Trace, one_device: Trace) -> Iterator[str]:
                 ended = f"; sums are lost at {', '.join(story.lost)}" if story.lost else ""
                 yield f"{subject}: unknown, its parts were summed differently{ended}"
             times = int(traced.divisor.counted)
-            if len(counts) != times and (data or counts):  # else the count of this rank is that of all
+            if len(counts) != times and (data_axes or counts):  # else the count of this rank is that of all
                 yield f"{subject} is divided {len(counts)} times by a count of targets, not {times}"
             for counted in counts if story.seeds else ():  # other stages have no targets of their own
                 sums = Counter(axis for event in counted for axis in axes_of(event.ranks, axes) or ("?",))
-                wrong = [axis for axis in data if sums[axis] != 1]
+                wrong = [axis for axis in data_axes if sums[axis] != 1]
                 yield from (
                     f"the count of targets is summed {sums[axis]} times over {axis}, not once" for axis in wrong
                 )
@@ -271,7 +271,7 @@ def gradient_bytes(traced: Trace, rank: int) -> dict[tuple[str, ...], int]:
 def _of_bytes(traced: Trace, rank: int) -> Iterator[str]:
     """Yield the sums whose bytes are not those of the gradients."""
     story, axes = traced.stories[rank], traced.axes
-    item = traced.plan.components.precision.master_dtype.itemsize
+    itemsize = traced.plan.components.precision.master_dtype.itemsize
     cut = traced.fit.dims if axes.tensor > 1 else {}
     expected: Counter[tuple[str, ...]] = Counter()
     params = dict(traced.model.named_parameters())
@@ -282,11 +282,11 @@ def _of_bytes(traced: Trace, rank: int) -> Iterator[str]:
                 shape = list(params[name].shape)
                 if name in cut:
                     shape[cut[name]] //= axes.tensor
-                ranks = len(event.ranks)
-                expected[along] += ceil(shape[0] / ranks) * ranks * prod(shape[1:]) * item
+                num_ranks = len(event.ranks)
+                expected[along] += ceil(shape[0] / num_ranks) * num_ranks * prod(shape[1:]) * itemsize
             elif event.kind == "sum" and "tensor" not in along:
-                expected[along] += gradient.num_elements * item
-    slack = item * (1 + sum(buffer.numel() for buffer in traced.model.buffers()))
+                expected[along] += gradient.num_elements * itemsize
+    slack = itemsize * (1 + sum(buffer.numel() for buffer in traced.model.buffers()))
     for along, size in gradient_bytes(traced, rank).items():
         if along not in expected:
             continue

@@ -57,8 +57,8 @@ def limit_memory(task: Task, tasks: Sequence[Task], share: float) -> None:
     """
     for device in {task.device, *task.computes_on} if share < 1 else ():
         if device.startswith("cuda"):
-            ranks = sum(device in (other.device, *other.computes_on) for other in tasks)
-            torch.cuda.set_per_process_memory_fraction(share / max(ranks, 1), device)
+            num_ranks = sum(device in (other.device, *other.computes_on) for other in tasks)
+            torch.cuda.set_per_process_memory_fraction(share / max(num_ranks, 1), device)
 
 
 @dataclass(kw_only=True)
@@ -192,8 +192,8 @@ class TaskRun:
         planned, present = len(plan.training_tasks), self.identity.num_ranks
         if present < planned:
             per_replica = plan.components.strategy.facts_in(plan.context).ranks_a_replica
-            count = f"{present // per_replica} of {planned // per_replica}"
-            notes += [f"continues with {count} replicas: they share the shards of each step"]
+            replicas = f"{present // per_replica} of {planned // per_replica}"
+            notes += [f"continues with {replicas} replicas: they share the shards of each step"]
         session = TaskSession(
             plan,
             self.identity,
