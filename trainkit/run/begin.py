@@ -422,19 +422,19 @@ def continued(cfg: RunConfig, run: Path, checkpoints: Path) -> tuple[RunConfig, 
         step = read_manifest(checkpoints).step
     else:
         step = max((checkpoint.step for checkpoint in list_complete(checkpoints)), default=0)
-    schedule: list[Difference] = []
+    schedule_diffs: list[Difference] = []
     others: list[Difference] = []
     for diff in difference(earlier, cfg):
         if diff.matters:
             of_schedule = diff.key.partition(".")[0] in ("epochs", "steps", "stop_after", "schedule", "warmup")
-            (schedule if of_schedule else others).append(diff)
+            (schedule_diffs if of_schedule else others).append(diff)
     changes = [diff for diff in others if diff.key == "numerics.reproducible" and diff.left is True]
     problems = other_training([diff for diff in others if diff not in changes], run=run)
     if changes and "not_reproducible" not in allowed:
         rule = f"the run to resume, {run}, is reproducible to the bit. To give this up: --give-up-reproducible"
         problems.append(Problem(key=changes[0].key, value=False, rule=f"{rule} ({_IN_PYTHON}not_reproducible])."))
     lines = ["from here on the run is not reproducible to the bit"] * bool(changes)
-    if schedule and not problems:
+    if schedule_diffs and not problems:
         batch = BatchPlan(
             num_samples=size_of(build_components(cfg).datasets["train"]),
             global_size=cfg.batch.global_size or 1,
@@ -445,23 +445,23 @@ def continued(cfg: RunConfig, run: Path, checkpoints: Path) -> tuple[RunConfig, 
         if (num_steps := num_steps_of(cfg, batch)) < step:
             rule = f"gives {num_steps:,} steps, and {checkpoints} has {step:,} already. Give a larger one."
             raise ConfigError([Problem(key=key, value=value, rule=rule)])
-        old_rate, new_rate = (rates_of(config, batch, build_schedule(config.schedule)) for config in (earlier, cfg))
-        before, after = ([entry.rate for entry in optimizers] or [rate] for rate, optimizers in (old_rate, new_rate))
+        old_rates, new_rates = (rates_of(config, batch, build_schedule(config.schedule)) for config in (earlier, cfg))
+        before, after = ([entry.rate for entry in optimizers] or [rate] for rate, optimizers in (old_rates, new_rates))
         same = all(old(done) == new(done) for done in range(step) for old, new in zip(before, after, strict=True))
-        if same and all(diff.key in ("epochs", "steps") for diff in schedule):
+        if same and all(diff.key in ("epochs", "steps") for diff in schedule_diffs):
             lines.append(f"{key}={value}: the learning rates of the {step:,} steps done are the same with this length")
         elif "new_schedule" in allowed:
-            changes += schedule
-            rates = f": the learning rate goes from {before[0](max(step - 1, 0)):g} to {after[0](step):g}"
-            rates = rates if earlier.stop_after is cfg.stop_after is None else ""
-            lines.append(f"from step {step:,} on this is another training, with a new schedule{rates}")
+            changes += schedule_diffs
+            rate_text = f": the learning rate goes from {before[0](max(step - 1, 0)):g} to {after[0](step):g}"
+            rate_text = rate_text if earlier.stop_after is cfg.stop_after is None else ""
+            lines.append(f"from step {step:,} on this is another training, with a new schedule{rate_text}")
         else:
             rule = (
                 f"With it, the learning rates of the {step:,} steps done would have been others. To continue with a "
                 f"new schedule, as another training that keeps the optimizer and the step: --new-schedule ({_IN_PYTHON}"
                 "new_schedule])."
             )
-            problems += other_training(schedule, run=run, remedy=rule)
+            problems += other_training(schedule_diffs, run=run, remedy=rule)
     refuse(problems)
     recorded = [f"after step {step}: {diff.key}={diff.left} became {diff.right}" for diff in changes]
     return replace(cfg, changes=[*cfg.changes, *recorded]), tuple(lines)

@@ -205,8 +205,8 @@ def model_transforms_of(cfg: RunConfig, device: str = "cpu", *, keeps_format: bo
 def takes_values(model: nn.Module) -> bool:
     """Return whether a model without data is complete once its parameters and buffers have values."""
     known = ("_parameters", "_buffers", "_modules")
-    owned = [vars(module).items() for module in model.modules()]
-    leaves = tree_leaves([value for items in owned for name, value in items if name not in known])
+    attributes = [vars(module).items() for module in model.modules()]
+    leaves = tree_leaves([value for items in attributes for name, value in items if name not in known])
     return all(tensor.is_meta for tensor in model.parameters()) and not any(
         isinstance(leaf, Tensor) and leaf.is_meta and not isinstance(leaf, nn.Parameter) for leaf in leaves
     )
@@ -457,12 +457,12 @@ def phase_problems(optimizers: Sequence[PlannedOptimizer], objective: Objective)
             for optimizer in optimizers
             if (optimizer.phase.repeats, optimizer.phase.every) != (1, 1)
         ]
-    listed = ", ".join(phases)
+    all_phases = ", ".join(phases)
     if not names:
-        rule = f"{kind} has the phases {listed}. Give each an optimizer, {phases[0]}: {{match: ['{phases[0]}.*']}}."
+        rule = f"{kind} has the phases {all_phases}. Give each an optimizer, {phases[0]}: {{match: ['{phases[0]}.*']}}."
         return [Problem(key="optimizers", rule=rule)]
     problems = [
-        Problem(key=f"optimizers.{name}", rule=f"{kind} has no such phase. There are: {listed}.")
+        Problem(key=f"optimizers.{name}", rule=f"{kind} has no such phase. There are: {all_phases}.")
         for name in names
         if name not in phases
     ]
@@ -534,8 +534,8 @@ def optimizer_notes(model: nn.Module, optimizers: Sequence[PlannedOptimizer]) ->
     """Return a line for each optimizer: the parameters that it updates."""
     sizes = {name: param.numel() for name, param in model.named_parameters()}
     return [
-        f"optimizers.{optimizer} updates {sum(sizes[name] for name in names):,} parameters: {listed(names, 3)}"
-        for optimizer, names in assigned_parameters(model, optimizers).items()
+        f"optimizers.{label} updates {sum(sizes[name] for name in names):,} parameters: {listed(names, 3)}"
+        for label, names in assigned_parameters(model, optimizers).items()
     ]
 
 

@@ -152,7 +152,7 @@ def _optimizer_bytes(plan: RunPlan, model: nn.Module, resident: Mapping[str, int
         return None
     states = [state for optimizer in optimizers for state in optimizer.state.values()]
     tensors = [value for state in states for value in state.values() if isinstance(value, Tensor)]
-    return sum(value.numel() * (width if value.is_floating_point() else value.element_size()) for value in tensors)
+    return sum(tensor.numel() * (width if tensor.is_floating_point() else tensor.element_size()) for tensor in tensors)
 
 
 def optimizers_of(

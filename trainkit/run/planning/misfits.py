@@ -98,8 +98,8 @@ def _try(plan: RunPlan, model: nn.Module, indices: Sequence[int]) -> TrainkitErr
     if any(task.device != _HOST.type for task in plan.tasks) and (fixed := next(immovable_in(batch), None)) is not None:
         return ConfigError([_immovable(plan, fixed)])
     most = _CHEAP_MADE_UP if getattr(plan.components.datasets["train"], "is_declared", False) else _CHEAP
-    numbers = sum(param.numel() for param in model.parameters()) <= most
-    trial = _Trial(plan=plan, indices=indices, samples=samples, batch=batch, numbers=numbers)
+    has_data = sum(param.numel() for param in model.parameters()) <= most
+    trial = _Trial(plan=plan, indices=indices, samples=samples, batch=batch, has_data=has_data)
     error = trial.run(model)
     if error is None and trial.updated and (problems := [*per_sample_problems(plan, trial.updated)]):
         return ConfigError(problems)
@@ -120,8 +120,8 @@ def _updated_flag(model: nn.Module, before: Mapping[str, Tensor], dtype: torch.d
 def _own_buffers(model: nn.Module) -> dict[str, Tensor]:
     """Return copies of the buffers with dims of modules that are no normalisation of torch."""
     norms = {module for module in model.modules() if isinstance(module, _NormBase)}
-    owned = ((name, model.get_submodule(name.rpartition(".")[0]), buffer) for name, buffer in model.named_buffers())
-    return {name: buffer.clone() for name, owner, buffer in owned if buffer.dim() and owner not in norms}
+    buffers = ((name, model.get_submodule(name.rpartition(".")[0]), buffer) for name, buffer in model.named_buffers())
+    return {name: buffer.clone() for name, owner, buffer in buffers if buffer.dim() and owner not in norms}
 
 
 def _sparse_remedy(sparse: Sequence[str], params: Mapping[str, nn.Parameter]) -> str:
@@ -157,7 +157,7 @@ class _Trial:
     indices: Sequence[int]
     samples: Sequence[Any]
     batch: Any
-    numbers: bool
+    has_data: bool
     """Whether the model has data; otherwise it is on torch's meta device."""
     part: str = "objective"
     """Part that is running: model, objective, or the backward pass of the model."""
@@ -173,7 +173,7 @@ class _Trial:
         """Compute the loss and its gradients; return the error."""
         precision = self.plan.components.precision
         batch = self.batch
-        if self.numbers:
+        if self.has_data:
             model = precision.adapt(build_model(self.plan.cfg))
             self.tables = dict(buffers_apart(model, precision.model_dtype))
         elif any(param.device.type != "meta" for param in model.parameters()):
@@ -186,24 +186,24 @@ class _Trial:
             for name, buffer in model.named_buffers()
             if buffer.dtype is torch.bool or sum_problem(name, buffer, precision.master_dtype) is not None
         }
-        copies = _own_buffers(model) if self.numbers else {}
+        copies = _own_buffers(model) if self.has_data else {}
         hooks = [hook for name, module in model.named_modules() for hook in self._watching(name, module)]
         try:
-            scores = scores_kept() if objective.takes_hidden else nullcontext()
-            with torch.enable_grad(), scores, precision.autocast(["cpu"]) if self.numbers else nullcontext():
+            keeping_scores = scores_kept() if objective.takes_hidden else nullcontext()
+            with torch.enable_grad(), keeping_scores, precision.autocast(["cpu"]) if self.has_data else nullcontext():
                 before = GeneratorStates([])
                 loss = objective.loss(model, batch)
             after = dict(model.named_buffers()) if copies else {}
             self.updated = tuple(name for name, buffer in copies.items() if not torch.equal(buffer, after[name]))
-            if self.numbers and isinstance(loss, Loss):
+            if self.has_data and isinstance(loss, Loss):
                 with torch.no_grad():
                     for metric in objective.metrics().values():  # they count the batch, as an evaluation does
                         metric.update(loss, batch)
             problem = _loss_problem(loss, objective, trains=any(param.requires_grad for param in model.parameters()))
-            if problem is None and self.numbers:
+            if problem is None and self.has_data:
                 _refuse_no_probabilities(loss, objective)
                 problem = self._other_weight(loss, objective) or _updated_flag(model, flags, precision.master_dtype)
-            if problem is None and self.numbers and loss.loss_sum.requires_grad:
+            if problem is None and self.has_data and loss.loss_sum.requires_grad:
                 problem = _other_parameters(loss.loss_sum, model, objective)
                 self.part = "model"
                 torch.autograd.backward(loss.loss_sum)
@@ -295,7 +295,7 @@ class _Trial:
     def _is_of_this_device(self, error: Exception) -> bool:
         """Return whether the error only occurs on the CPU, on the meta device, or without a process group."""
         text = text_of(error)
-        if not self.numbers or isinstance(error, NotImplementedError | MemoryError) or _GROUP.search(text):
+        if not self.has_data or isinstance(error, NotImplementedError | MemoryError) or _GROUP.search(text):
             return True
         return _ELSEWHERE.search(text) is not None and any(task.device != "cpu" for task in self.plan.tasks)
 
@@ -369,11 +369,11 @@ class _Trial:
         gave = "" if self.outputs is None else f" The model gave {shape_text(self.outputs)}."
         path = self.running[-1][0] if self.running else ""
         event = f"the {self.part}{f', in {path},' if path else ''} raised {named_first_line(error)}"
-        samples = f"With samples {_listed(self.indices)}, the first of them {shape_text(self.samples[0])}"
+        when = f"With samples {_listed(self.indices)}, the first of them {shape_text(self.samples[0])}"
         sample = self.samples[0]
         parts = sample.values() if isinstance(sample, dict) else sample if isinstance(sample, tuple) else ()
         is_listed = any(isinstance(part, list) and part and isinstance(part[0], int | float) for part in parts)
-        return f"{samples}, {event}.{gave}{_LISTED if is_listed else ''}"
+        return f"{when}, {event}.{gave}{_LISTED if is_listed else ''}"
 
 
 def _loss_problem(loss: object, objective: Objective, *, trains: bool) -> Problem | None:
@@ -500,8 +500,8 @@ def _changes(plan: RunPlan, step: int, names: Collection[str]) -> Mapping[str, S
         indices = positions.indices(Ticket(step, (shard,)))[:_OF_SHARD].tolist()
         samples = [read_sample(dataset, index) for index in indices]
         batch = to_device(hooks.collate_function(samples, indices), torch.device("cpu"))
-        scores = scores_kept() if objective.takes_hidden else nullcontext()
-        with torch.enable_grad(), scores, precision.autocast(["cpu"]):
+        keeping_scores = scores_kept() if objective.takes_hidden else nullcontext()
+        with torch.enable_grad(), keeping_scores, precision.autocast(["cpu"]):
             objective.loss(model, batch)
         after = dict(model.named_buffers())
         for name, start in before.items():

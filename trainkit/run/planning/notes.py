@@ -294,9 +294,9 @@ class Shard:
             loss = self._objective.loss(self._model, batch)
             note(OBJECTIVE)
         total = loss.total
-        targets = [tensor for tensor, _ in attached if tensor.requires_grad and total.requires_grad]
-        gradients = iter(torch.autograd.grad(total, targets, allow_unused=True) if targets else ())
-        grads = [(next(gradients) if targets and tensor.requires_grad else None, dim) for tensor, dim in attached]
+        wrt = [tensor for tensor, _ in attached if tensor.requires_grad and total.requires_grad]
+        gradients = iter(torch.autograd.grad(total, wrt, allow_unused=True) if wrt else ())
+        grads = [(next(gradients) if wrt and tensor.requires_grad else None, dim) for tensor, dim in attached]
         return Pass(
             inputs=tuple(inputs),
             outputs=tuple(outputs),

@@ -96,9 +96,9 @@ def task_problems(
     problems = _elastic_problems(cfg, parts, facts, backend) if cfg.elastic.min_replicas is not None else []
     problems += _mig_problems(parts, facts) if backend is None and facts.num_gpus > 1 else []
     by_launch = launch is not None and launch.has_evaluator
-    by_strategy = any(task.is_evaluator for task in parts.strategy.tasks(replace(facts, launch=None)))
-    if cfg.eval.beside or by_strategy or by_launch:
-        problems += _evaluator_problems(cfg, parts, launch, backend, needed=by_strategy)
+    needed = any(task.is_evaluator for task in parts.strategy.tasks(replace(facts, launch=None)))
+    if cfg.eval.beside or needed or by_launch:
+        problems += _evaluator_problems(cfg, parts, launch, backend, needed=needed)
     return problems
 
 
@@ -321,7 +321,7 @@ class RunPlan:
             "samples": f"{batch.num_samples:,} for training{drawn}",
             "global batch": f"{batch.global_size} = {factors} on {replicas}",
             "steps": f"{steps} ({batch.steps_per_epoch:,} an epoch)",
-            "optimizers": ", ".join(optimizer.text for optimizer in self.optimizers) or None,
+            "optimizers": ", ".join(planned.text for planned in self.optimizers) or None,
             "learning rate": ", ".join(f"{planned.name} {planned.rate.peak:g}" for planned in self.optimizers) or peak,
             "warmup": warmup,
             "schedule": cfg.schedule["_target_"].rpartition(".")[2],
