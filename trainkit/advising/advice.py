@@ -58,8 +58,8 @@ class Way:
     @property
     def order(self) -> tuple[int, int, bool]:
         """Sort key from the simplest way on: fewer devices, a simpler strategy, the precision of the config."""
-        rank = list(_strategies()).index(self.strategy) if self.strategy else 0
-        return self.devices, rank, bool(self.precision)
+        position = list(_strategies()).index(self.strategy) if self.strategy else 0
+        return self.devices, position, bool(self.precision)
 
 
 Family = tuple[Way, ...]
@@ -335,10 +335,10 @@ class Planner:
         """
         plan = self._planned(overrides)
         model = meta_model(plan.cfg)
-        tried = plan.components.precision.value, num_tried(plan)
-        if tried not in self._fitting:
+        trial = plan.components.precision.value, num_tried(plan)
+        if trial not in self._fitting:
             refuse_misfits(plan, model)
-            self._fitting.add(tried)
+            self._fitting.add(trial)
         model_notes(plan, model)  # raises for a model that the strategy or the precision refuses
         plan = plan.resolved(lambda: model)
         outlook = outlook_of(plan, model, ends=self.knows_length or plan.cfg.steps is not None)

@@ -202,7 +202,7 @@ def slurm(environ: Mapping[str, str]) -> LaunchEnvironment | None:
         return None
     variables = Variables(environ, because="SLURM_STEP_ID")
     size_name = "SLURM_STEP_NUM_TASKS" if environ.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
-    _, size = ranks = variables.rank_of("SLURM_PROCID", size_name)
+    _, size = world = variables.rank_of("SLURM_PROCID", size_name)
     local_rank, node = variables.number("SLURM_LOCALID"), variables.number("SLURM_NODEID", default=0)
     nodes = _list(variables, "SLURM_STEP_NODELIST", node_names, default=[""])
     counts = _list(variables, "SLURM_STEP_TASKS_PER_NODE", tasks_per_node, default=[])
@@ -218,14 +218,14 @@ def slurm(environ: Mapping[str, str]) -> LaunchEnvironment | None:
         variables.report(TASKS, f"must name a task for each of the {size} of the step.")
     variables.finish()
     if names:  # in turn over the nodes; those of one node have ports of their own
-        members, (role, _, index) = dict[str, list[str]](), names[ranks[0]].partition(":")
+        members, (role, _, index) = dict[str, list[str]](), names[world[0]].partition(":")
         for rank, task in enumerate(names):
             address = f"{nodes[rank % len(nodes)]}:{store.port + rank // len(nodes)}"
             members.setdefault(task.partition(":")[0], []).append(address)
         return replace(launch_of(members, (role, int(index)), kind="SLURM"), attempt=attempt)
     addresses = _addresses(nodes, counts, size, environ.get("SLURM_DISTRIBUTION", "block"))
     return _launch(
-        "SLURM", ranks, (local_rank, num_local), store,
+        "SLURM", world, (local_rank, num_local), store,
         num_hosts=len(nodes), attempt=attempt, name=job.replace(" ", "-"), addresses=addresses,
     )  # fmt: skip
 

@@ -97,7 +97,7 @@ def refuse_launched(environ: Mapping[str, str], starts: str, *, value: object = 
 
 
 def launch_problems(key: str, action: str, start: str) -> Iterator[Problem]:
-    """Yield a problem if a launcher has started several processes like this one: each would do the whole.
+    """Yield a problem if a launcher has started several processes like this one: each would do the same work.
 
     Args:
         key: the verb or flag.

@@ -54,8 +54,8 @@ def _cluster_problems(members: Members, owners: Mapping[Address, str], key: str,
         yield Problem(key=key, rule=rule, origin=origin)
     local = [address for address in owners if is_loopback(address.host)]
     if local and len(local) < len(owners):
-        remote = f"{owners[local[0]]} needs a name that other hosts can reach."
-        yield Problem(key=key, rule=f"{local[0]} is the local machine on every host: {remote}", origin=origin)
+        remedy = f"{owners[local[0]]} needs a name that other hosts can reach."
+        yield Problem(key=key, rule=f"{local[0]} is the local machine on every host: {remedy}", origin=origin)
 
 
 def parse_task(text: str) -> tuple[str, int]:
