@@ -491,7 +491,7 @@ def _with_nodes(composition: Composition, nodes: Mapping[str, dict[str, Any]]) -
         base_groups = composition.values["optimizer"].get("groups") or {}
         if groups := {name: group for name, group in base_groups.items() if name in names or _GROUPS in keys}:
             values["optimizer"] = {**nodes["optimizer"], "groups": groups}
-            origins |= {key: item for key, item in composition.origins.items() if dotted(key).startswith(_GROUPS)}
+            origins |= {path: item for path, item in composition.origins.items() if dotted(path).startswith(_GROUPS)}
     return replace(composition, values=values, origins=origins)
 
 

@@ -181,10 +181,10 @@ def exit_as_interpreter(code: int) -> NoReturn:
     Threads that are no daemons are joined, exit functions run, and files that are still open are flushed.
     """
     threading._shutdown()  # type: ignore[attr-defined]  # noqa: SLF001 - idle pools of threads end by it
-    for stream in gc.get_objects():
-        if issubclass(type(stream), io.IOBase):
+    for obj in gc.get_objects():
+        if issubclass(type(obj), io.IOBase):
             with contextlib.suppress(OSError, ValueError):  # closed, or not to be written
-                stream.flush()
+                obj.flush()
     exit_without_teardown(code)
 
 

@@ -268,12 +268,12 @@ def predictions(work: Workload, draw: Draw, counts: Sequence[int], *, base: int 
     """Predict for several numbers of replicas, each with its interval; the speed-up is relative to `base` replicas."""
     rng = np.random.default_rng(seed)
     drawn = [draw(rng) for _ in range(_DRAWS)]
-    bases, slowest = np.asarray([samples_per_s(sample, base) for sample in drawn]), samples_per_s(work, base)
+    bases, base_rate = np.asarray([samples_per_s(variant, base) for variant in drawn]), samples_per_s(work, base)
     result = []
     for count in counts:
-        rates = np.asarray([samples_per_s(sample, count) for sample in drawn])
+        rates = np.asarray([samples_per_s(variant, count) for variant in drawn])
         rate, step = samples_per_s(work, count), predict(work, count)
-        speedup = _interval(rates / bases, rate / slowest)
+        speedup = _interval(rates / bases, rate / base_rate)
         result.append(
             Prediction(
                 replicas=count,

@@ -124,9 +124,9 @@ def _onnx(folder: Path, request: Mapping[str, Any]) -> Exported:
         model = onnx.load(folder / "model.onnx")
         names = _last_of_each_module([(scopes(node), node.output[0]) for node in model.graph.node if scopes(node)])
         del model.graph.output[:]
-        outputs = list(dict.fromkeys(names.values()))
-        model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in outputs)
-        values = dict(zip(outputs, run(model.SerializeToString(), inputs), strict=True))
+        output_names = list(dict.fromkeys(names.values()))
+        model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in output_names)
+        values = dict(zip(output_names, run(model.SerializeToString(), inputs), strict=True))
         return {module: values[name] for module, name in names.items()}
 
     return lambda inputs: run(str(folder / "model.onnx"), inputs), layers

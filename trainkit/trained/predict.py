@@ -108,7 +108,7 @@ class Parts:
         return complete
 
     def num_rows_done(self) -> int:
-        """Return the rows of all parts that have their final name."""
+        """Return the number of rows of all parts that have their final name."""
         return sum(map(self.chunks.rows_of, self._written()))
 
     def _read(self, chunk: int) -> NDArray[Any]:
@@ -196,7 +196,7 @@ def files_of(path: Path) -> tuple[Path, ...]:
 
 
 def ids_of(dataset: Any) -> Iterator[int | str]:
-    """Yield the id of every row in order: `ids` of the dataset, or else the indices 0, 1, ... ...
+    """Yield the id of every row in order: `ids` of the dataset, or else the indices 0, 1, ...
 
     Example:
         >>> list(ids_of(["a", "b"]))
@@ -236,8 +236,8 @@ def _write_npy(path: Path, parts: Parts, ids: Ids, name: str) -> None:
     main, ids_file = files_of(path)
     with _complete(ids_file) as file:
         _write_header(file, (rows,), kind)
-        named = ids()
-        while block := list(islice(named, 1 << 16)):
+        row_ids = ids()
+        while block := list(islice(row_ids, 1 << 16)):
             file.write(np.array(block, dtype=kind).tobytes())
     with _complete(main) as file:
         _write_header(file, (rows, *shape), dtype)
@@ -246,11 +246,11 @@ def _write_npy(path: Path, parts: Parts, ids: Ids, name: str) -> None:
 
 
 def _write_jsonl(path: Path, parts: Parts, ids: Ids, name: str) -> None:
-    named = ids()
+    row_ids = ids()
     parts.layout()
     with _complete(path) as file:
         for content in parts.contents():
-            rows = zip(islice(named, len(content)), content.tolist(), strict=True)
+            rows = zip(islice(row_ids, len(content)), content.tolist(), strict=True)
             lines = (json.dumps({"id": row_id, name: json_value(row)}, ensure_ascii=False) for row_id, row in rows)
             file.write("".join(f"{line}\n" for line in lines).encode())
 
@@ -267,13 +267,13 @@ def _write_parquet(path: Path, parts: Parts, ids: Ids, name: str) -> None:
         (name, pa.list_(scalar, size) if shape else scalar),
     ]
     schema = pa.schema(fields, metadata={"shape": json.dumps(list(shape))})
-    named, contents = ids(), parts.contents()
+    row_ids, contents = ids(), parts.contents()
     with _complete(path) as file, parquet.ParquetWriter(file, schema, compression="zstd") as writer:
         while blocks := list(islice(contents, _BATCHES)):  # a row group a chunk
             block = np.concatenate(blocks)
             values = pa.array(block.reshape(-1))
             column = pa.FixedSizeListArray.from_arrays(values, size) if shape else values
-            keys = pa.array(list(islice(named, len(block))), type=schema.field("id").type)
+            keys = pa.array(list(islice(row_ids, len(block))), type=schema.field("id").type)
             writer.write_table(pa.table([keys, column], schema=schema))
 
 
@@ -546,7 +546,7 @@ def predictor(
     checkpoint: Which = "last",
     packages: Sequence[str] = (),
 ) -> Callable[[Any], Tensor]:
-    """Load a model once, and return the function that `predict` calls with a dataset; arguments are those of it."""
+    """Load a model once, and return the function that `predict` calls with a dataset; arguments as in `predict`."""
     refuse_unknown_checkpoint(checkpoint)
     if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
         raise ConfigError([Problem(key="batch_size", value=batch_size, rule="must be a whole number, 1 or more.")])

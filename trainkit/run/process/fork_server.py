@@ -401,15 +401,15 @@ def template(modules: Sequence[str] = RANK_IMPORTS) -> Iterator[None]:
     Raises:
         Forked: this process is the template.
     """
-    forked = _fork(modules)
-    if forked is not None:
-        _free.append(forked)
+    child = _fork(modules)
+    if child is not None:
+        _free.append(child)
     try:
         yield
     finally:
-        if forked in _free:
+        if child in _free:
             take_template()
-            forked.kill()
+            child.kill()
 
 
 def take_template() -> Template | None:
@@ -449,8 +449,8 @@ def _fork(modules: Sequence[str]) -> Template | None:
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
     peer.close()
     os.close(reader)
-    forked = Template(pid, connection, writer)
+    child = Template(pid, connection, writer)
     if len(os.listdir("/proc/self/task")) > 1:  # noqa: PTH208 - a thread that was lost, perhaps with a lock
-        forked.kill()
+        child.kill()
         return None
-    return forked
+    return child

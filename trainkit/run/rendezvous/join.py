@@ -155,8 +155,8 @@ def join_running_job(cfg: RunConfig, launch: LaunchEnvironment) -> dict[str, Any
             store.set(f"{info['prefix']}/refused/{launch.rank}", "true")
             report = info["failed"]
             raise PeerError(f"{task} ends with {launch.place_of(0)}: {report.summary}", exit_code=report.exit_code)
-        chief = {launch.place_of(0): info["likeness"]}
-        refuse(mismatches(values_of(cfg), chief, origin=launch.place_of(launch.rank)))
+        others = {launch.place_of(0): info["likeness"]}
+        refuse(mismatches(values_of(cfg), others, origin=launch.place_of(launch.rank)))
         global_size, micro_size = info["batch"]
         batch = replace(cfg.batch, global_size=global_size, micro_size=micro_size, accumulation=None)
         num_gpus = info["num_gpus"] if task.is_evaluator else None  # it plans what the others train
@@ -515,12 +515,12 @@ class LaunchAgreement(Agreement):
             starts.append(resume_point_of_launch(cfg, run_dir, self._barrier))
             (start,) = starts
             batch = start.cfg.batch
-            places = {"folder": None if start.folder is None else start.folder.path, "checkpoints": start.checkpoints}
+            paths = {"folder": None if start.folder is None else start.folder.path, "checkpoints": start.checkpoints}
             return {
                 "batch": [batch.global_size, batch.micro_size, batch.accumulation],
                 "num_workers": start.cfg.loader.num_workers,
                 "changes": start.cfg.changes,
-                **{name: None if path is None else str(path.absolute()) for name, path in places.items()},
+                **{name: None if path is None else str(path.absolute()) for name, path in paths.items()},
             }
 
         shared = self._barrier.run_on_rank0(find)

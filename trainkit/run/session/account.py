@@ -219,9 +219,9 @@ def evaluation_misfit(plan: RunPlan, model: nn.Module, memory: DeviceMemory, har
     verdict = verdict_of(plan, memory, hardware)
     if memory.moment != "evaluation" or verdict.fits is not False:
         return None
-    tried = ", ".join(remedy.overrides for remedy in remedies_for(plan, model, hardware))
+    remedies = ", ".join(remedy.overrides for remedy in remedies_for(plan, model, hardware))
     needs, has = num_bytes(verdict.needs), num_bytes(verdict.has)
-    return f"an evaluation will run out of memory: it needs {needs}, {verdict.name} has {has}. Resume with {tried}."
+    return f"an evaluation will run out of memory: it needs {needs}, {verdict.name} has {has}. Resume with {remedies}."
 
 
 def counted_work(work: RankWork, hardware: Hardware | None, plan: RunPlan) -> CountedWork:

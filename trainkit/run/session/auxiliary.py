@@ -240,9 +240,9 @@ class CheckpointEvaluator:
         self._on_phase("evaluate", self.step)
         for split, batches in self._batches.items():
             label = split if average is None else averaged_split(split, average)
-            scores = evaluate(self._executor.local, self._plan.components.objective, watched(batches), split=label)
-            whole.figures.update(scores.figures)
-            whole.tables.update(scores.tables)
+            evaluation = evaluate(self._executor.local, self._plan.components.objective, watched(batches), split=label)
+            whole.figures.update(evaluation.figures)
+            whole.tables.update(evaluation.tables)
         return whole
 
     def _shown_average(self, loaded: Loaded) -> Average | None:

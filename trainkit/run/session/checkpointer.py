@@ -115,9 +115,9 @@ class Checkpointer:
         Raises:
             NonFiniteError: on every rank; names the step and a tensor.
         """
-        local = self._nonfinite_names(pieces)
+        local_names = self._nonfinite_names(pieces)
         everywhere = sorted(
-            {name for names in all_gather_object(local[:8], self._executor.local.all_ranks) for name in names}
+            {name for names in all_gather_object(local_names[:8], self._executor.local.all_ranks) for name in names}
         )
         if everywhere:
             kind, _, name = everywhere[0].partition("/")
@@ -386,8 +386,8 @@ def refuse_unlike(tensors: Mapping[str, Tensor], ranks: Collective) -> None:
     """
     digests = {name: [list(tensor.shape), int(bits_hash(tensor))] for name, tensor in tensors.items()}
     first, *others = all_gather_object(digests, ranks)
-    for rank, digest in enumerate(others, start=1):
-        unlike = next((name for name in {**first, **digest} if first.get(name) != digest.get(name)), None)
+    for rank, other in enumerate(others, start=1):
+        unlike = next((name for name in {**first, **other} if first.get(name) != other.get(name)), None)
         if unlike is not None:
             kind = unlike.split("/")[1]
             raise TrainingError(
