@@ -41,8 +41,8 @@ def with_defaults(cls: type, keys: Mapping[str, Any]) -> Mapping[str, Any]:
         >>> with_defaults(Declared, {"num_samples": 3})["num_samples"], with_defaults(Declared, {})["num_samples"]
         (3, None)
     """
-    init = [key for key in fields(cls) if key.init]
-    values = {key.name: key.default if key.default_factory is MISSING else key.default_factory() for key in init}
+    init_fields = [f for f in fields(cls) if f.init]
+    values = {f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in init_fields}
     return {**values, **keys}
 
 

@@ -492,16 +492,16 @@ def remarks(datasets: Iterable[Any], hooks: DataHooks | None = None) -> list[str
     candidates = [getattr(dataset, "notes", ()) for dataset in datasets]
     notes = [note for texts in candidates if isinstance(texts, tuple | list) for note in texts if isinstance(note, str)]
     hooked = [] if hooks is None else [hook.function for hook in (hooks.collate, hooks.transform) if hook is not None]
-    generators = dict.fromkeys(text for root in (*datasets, *hooked) for text in unkeyed_generators(root))
+    holders = dict.fromkeys(text for root in (*datasets, *hooked) for text in unkeyed_generators(root))
     rule = (
         "that no key seeds: where samples draw from it, every worker process and rank draws the same numbers from its "
         "own copy, and a resumed run draws others. Draw from torch, random or np.random directly"
     )
-    return [*dict.fromkeys(notes), *(f"{text} {rule}" for text in generators)]
+    return [*dict.fromkeys(notes), *(f"{text} {rule}" for text in holders)]
 
 
 def unkeyed_generators(root: Any) -> Iterator[str]:
-    """Yield the generators that an object, or the code of its class, refers to, at any depth.
+    """Yield, as text, what holds each generator that an object, or the code of its class, refers to, at any depth.
 
     Example:
         >>> from torch.utils.data import RandomSampler

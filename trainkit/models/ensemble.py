@@ -70,5 +70,5 @@ def _moved(inputs: Any, param: Tensor | None) -> Any:
     if param is None:
         return inputs
     device = param.device
-    is_gpu = device.type != "cpu"  # torch returns from an asynchronous copy to the host before its numbers have arrived
-    return tree_map(lambda value: value.to(device, non_blocking=is_gpu) if isinstance(value, Tensor) else value, inputs)
+    async_ = device.type != "cpu"  # torch returns from an asynchronous copy to the host before its numbers have arrived
+    return tree_map(lambda value: value.to(device, non_blocking=async_) if isinstance(value, Tensor) else value, inputs)

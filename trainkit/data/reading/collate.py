@@ -414,7 +414,7 @@ class BatchesAsRead(Sequence[Any]):
     ) -> None:
         self._batches, self._read_again, self._keeps = batches, read_again, keeps
         self._copies: list[Any] | None = None
-        self._read: dict[int, tuple[Any, list[tuple[Tensor, int]]]] = {}
+        self._accessed: dict[int, tuple[Any, list[tuple[Tensor, int]]]] = {}
         """Index -> the batch at its first access, in containers of this class, and the versions of its tensors."""
         self.were_changed = False
         """Whether a pass got a copy, because an earlier one had changed a batch."""
@@ -434,16 +434,16 @@ class BatchesAsRead(Sequence[Any]):
         return self._take(chosen) if isinstance(chosen, int) else [self._take(number) for number in chosen]
 
     def _take(self, index: int) -> Any:
-        if index not in self._read:
+        if index not in self._accessed:
             batch = self._batches[index]
             if self._keeps and self._copies is None:
-                self._copies = [_copied(batch) for batch in self._batches]
+                self._copies = [_copied(item) for item in self._batches]
             # `_version` has no public name
             tensors = plain_parts(batch) or _all_tensors(batch)
             versions = [(tensor, tensor._version) for tensor in tensors]  # noqa: SLF001
-            self._read[index] = batch if tensors is batch else _mapped(batch, lambda tensor: tensor), versions
+            self._accessed[index] = batch if tensors is batch else _mapped(batch, lambda tensor: tensor), versions
             return batch
-        batch, versions = self._read[index]
+        batch, versions = self._accessed[index]
         if all(tensor._version == version for tensor, version in versions):  # noqa: SLF001
             # a pass may have asked for the gradient of its input
             return _mapped(batch, lambda tensor: tensor.detach() if tensor.requires_grad else tensor)

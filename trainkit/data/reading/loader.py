@@ -95,12 +95,12 @@ class Reader(Dataset[Any]):
         Raises:
             DataError: a sample cannot be read or collated; names its index.
         """
-        ids: list[int] = indices.tolist()
-        keys = ids if keys is None else keys
+        index_list: list[int] = indices.tolist()
+        keys = index_list if keys is None else keys
         if self._collate is None:
-            return collate(self._samples(epoch, ids, keys), ids)
+            return collate(self._samples(epoch, index_list, keys), index_list)
         ranges = [slice(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]
-        return [self._collated(self._collate, epoch, ids[part], keys[part]) for part in ranges]
+        return [self._collated(self._collate, epoch, index_list[part], keys[part]) for part in ranges]
 
     def __getitem__(self, request: Request) -> Any:
         """Return the batch of a request, or the error that names a sample."""

@@ -52,8 +52,8 @@ class SparkFrame(InMemory):
         names = [name for name in table.column_names if name != self.target] if self.columns is None else self.columns
         used = [*names, *(() if self.target is None else (self.target,))]
         if lacking := [name for name in used if name not in table.column_names]:
-            columns = listed(table.column_names, 20)
-            raise DataError(f"data.path={self.path} has no column {', '.join(lacking)}. Its columns are {columns}.")
+            present = listed(table.column_names, 20)
+            raise DataError(f"data.path={self.path} has no column {', '.join(lacking)}. Its columns are {present}.")
         if not names:
             raise DataError(f"data.path={self.path} has no column for a feature beside the target {self.target}.")
         seed, share = self.split_seed, self.val_share

@@ -96,8 +96,8 @@ class CsvTable(InMemory):
         train = full if self.reference is None else reference.without_missing(used, None)
         notes = [] if self.split == "val" else notes  # those of the file are notes of the training rows
         chosen = partial(rows_of_split, val_share=self.val_share, seed=self.split_seed)
-        rows, training = chosen(len(full.rows), self.split), chosen(len(train.rows), "train")
-        part = _Part(keys=self, table=full, rows=rows, train=train, training=training, notes=notes)
+        rows, train_rows = chosen(len(full.rows), self.split), chosen(len(train.rows), "train")
+        part = _Part(keys=self, table=full, rows=rows, train=train, train_rows=train_rows, notes=notes)
         scales = {name: train.numbers(name) for name in names}
         features = {
             name: part.texts(name) if scale is None else part.scaled(name, scale) for name, scale in scales.items()
@@ -254,12 +254,12 @@ class _Table:
         odd = [row for row, number in enumerate(values) if number is None]
         if not odd:
             return np.array(values, dtype=np.float64)
-        numeric = [row for row in odd if _LIKE_A_NUMBER.fullmatch(cells[row].strip())]
+        lookalikes = [row for row in odd if _LIKE_A_NUMBER.fullmatch(cells[row].strip())]
         present = sum(cell not in gaps for cell in cells)
         count = present - len(odd)
-        if not must_be and not count and not numeric:
+        if not must_be and not count and not lookalikes:
             return None
-        row = odd[0] if count or must_be else numeric[0]
+        row = odd[0] if count or must_be else lookalikes[0]
         rule = f"{cells[row]!r} is not a finite number, and {count} of {present} cells are"
         named = {"data.categories": name, "data.missing": cells[row]}
         remedies = [shlex.quote(f"{key}=[{json.dumps(text, ensure_ascii=False)}]") for key, text in named.items()]
@@ -287,7 +287,7 @@ class _Part:
     rows: NDArray[np.int64]
     train: _Table
     """The table of the training rows."""
-    training: NDArray[np.int64]
+    train_rows: NDArray[np.int64]
     notes: list[str]
 
     def scaled(self, name: str, scale: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -295,7 +295,7 @@ class _Part:
         must_be = f"; {self.train.where} has numbers there"
         numbers = scale if self.table is self.train else self.table.numbers(name, must_be=must_be)
         assert numbers is not None
-        scale = scale[self.training]
+        scale = scale[self.train_rows]
         scale = scale[~np.isnan(scale)]
         if not len(scale):
             raise DataError(f"{self.train.where}: column {name} holds no number in the training rows. Leave it out.")
@@ -304,11 +304,11 @@ class _Part:
 
     def texts(self, name: str) -> NDArray[np.float64]:
         """Return (rows, texts) of a column, 1 for the text of a row among those of the training rows."""
-        columns, cells, gaps = self._numbered(name), self.table.cells(name), self.train.gaps
-        marks, unknown = np.zeros((len(self.rows), len(columns))), []
+        column_of, cells, gaps = self._numbered(name), self.table.cells(name), self.train.gaps
+        marks, unknown = np.zeros((len(self.rows), len(column_of))), []
         for index, row in enumerate(self.rows):
-            if cells[row] in columns:
-                marks[index, columns[cells[row]]] = 1
+            if cells[row] in column_of:
+                marks[index, column_of[cells[row]]] = 1
             elif cells[row] not in gaps:
                 unknown.append(row)
         if unknown:
@@ -349,6 +349,4 @@ class _Part:
                 raise self.train.error(cells.index(odd), name, rule, "Correct it, or give data.strip=true.")
             if self.keys.split == "train":
                 self.notes.append(f"texts of {name} differ in case only: {listed(map(repr, same))}")
-        return {
-            text: number for number, text in enumerate(sorted({cells[row] for row in self.training} - self.train.gaps))
-        }
+        return {text: n for n, text in enumerate(sorted({cells[row] for row in self.train_rows} - self.train.gaps))}

@@ -354,8 +354,8 @@ class TextLines:
                 rule = f"has the character {error}, which {self.reference} does not have."
                 raise DataError(f"line {index + 1} of {self.path} {rule}") from None
             if len(tokens) > self.context:
-                size = f"{len(tokens)} tokens, more than data.context={self.context}"
-                raise DataError(f"line {index + 1} of {self.path} has {size}. Cut it, or use a larger one.")
+                excess = f"{len(tokens)} tokens, more than data.context={self.context}"
+                raise DataError(f"line {index + 1} of {self.path} has {excess}. Cut it, or use a larger one.")
             rows[index, : len(tokens)] = tokens
         vars(self).update(_rows=torch.from_numpy(rows), ids=range(1, len(lines) + 1))
 
