@@ -133,15 +133,15 @@ class Distillation(ScoredClasses, Objective):
         inputs, targets = split_batch(batch, self.input, self.target)
         args = inputs if isinstance(self.input, list | tuple) else (inputs,)
         outputs = scores_of(model(*args), self.output)
-        scores, expected = exact(outputs), exact(scores_of(self._teacher(*args)))
-        if scores.shape != expected.shape:
+        scores, teacher_scores = exact(outputs), exact(scores_of(self._teacher(*args)))
+        if scores.shape != teacher_scores.shape:
             raise TrainingError(
-                f"the model gives scores {tuple(scores.shape)}, and its teacher {tuple(expected.shape)}: both need the "
-                "same classes."
+                f"the model gives scores {tuple(scores.shape)}, and its teacher {tuple(teacher_scores.shape)}: both "
+                "need the same classes."
             )
         labels = class_loss(outputs, targets, ignore_index=self.ignore_index)
         dim = self.class_dim
-        student, soft = (functional.log_softmax(logits / self.temperature, dim) for logits in (scores, expected))
+        student, soft = (functional.log_softmax(logits / self.temperature, dim) for logits in (scores, teacher_scores))
         if labels.counted is not None:  # zeros where a target is ignored add nothing
             student, soft = (torch.where(labels.counted.unsqueeze(dim), logs, 0.0) for logs in (student, soft))
         factor = self.temperature**2 if self.temperature_squared else 1.0

@@ -116,8 +116,8 @@ def select(named: Mapping[Field, Any], field: Fields, key: str) -> Any:
         return tuple(select(named, name, key) for name in field)
     if field not in named:
         names = ", ".join(_names(named))
-        sample = f"a sample has {names}." if names else "a sample is neither a tuple nor a dict nor a dataclass."
-        raise ConfigError([Problem(key=key, value=field, rule=f"there is no such field: {sample}")])
+        contents = f"a sample has {names}." if names else "a sample is neither a tuple nor a dict nor a dataclass."
+        raise ConfigError([Problem(key=key, value=field, rule=f"there is no such field: {contents}")])
     return named[field]  # type: ignore[index]
 
 

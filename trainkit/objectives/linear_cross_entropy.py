@@ -307,15 +307,15 @@ def output_layer_of(model: object) -> OutputLayer | None:
     """
     if not isinstance(model, nn.Module) or not model.training or not torch.is_grad_enabled() or _KEEPS.get():
         return None
-    layer = _inspected(model)
-    is_usable = isinstance(layer, OutputLayer) and product_dtype(layer.layer.weight) is not torch.float16
-    return layer if is_usable else None  # type: ignore[return-value]
+    output_layer = _inspected(model)
+    is_usable = isinstance(output_layer, OutputLayer) and product_dtype(output_layer.layer.weight) is not torch.float16
+    return output_layer if is_usable else None  # type: ignore[return-value]
 
 
 def reason_for_scores(model: nn.Module) -> str | None:
     """Return why the loss of a model is computed from its scores although it declares an output layer."""
-    result = _inspected(model)
-    return result if isinstance(result, str) else None
+    reason = _inspected(model)
+    return reason if isinstance(reason, str) else None
 
 
 def _inspected(model: nn.Module) -> OutputLayer | str | None:

@@ -193,9 +193,9 @@ class CalibrationError(Metric):
         sure, guesses = exact(loss.outputs.detach()).softmax(loss.class_dim).max(loss.class_dim)
         counted = torch.ones_like(sure) if loss.counted is None else loss.counted
         rows = torch.stack([torch.ones_like(sure), sure, guesses == loss.classes], dim=-1).double()
-        bins = (15 * sure).ceil().long().sub(1).clamp(0, 14)
+        index = (15 * sure).ceil().long().sub(1).clamp(0, 14)
         self._bins = self._bins.to(sure.device)
-        self._bins.index_add_(0, bins.flatten(), (rows * counted.unsqueeze(-1)).flatten(0, -2))
+        self._bins.index_add_(0, index.flatten(), (rows * counted.unsqueeze(-1)).flatten(0, -2))
 
     def compute(self, collective: Collective) -> Result:
         """Return the error over all ranks; nothing if no target counts."""
