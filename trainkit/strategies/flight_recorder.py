@@ -81,10 +81,10 @@ def waited_for(ranks: Iterable[int], file_of: Callable[[int], Path]) -> frozense
     reached: dict[int, dict[int, int]] = {}
     for rank in ranks:
         for call in read_collectives(file_of(rank)):
-            group = reached.setdefault(call.group, {})
-            group[rank] = max(call.sequence, group.get(rank, 0))
+            last_of = reached.setdefault(call.group, {})
+            last_of[rank] = max(call.sequence, last_of.get(rank, 0))
     return frozenset(
-        rank for group in reached.values() for rank, sequence in group.items() if sequence < max(group.values())
+        rank for last_of in reached.values() for rank, sequence in last_of.items() if sequence < max(last_of.values())
     )
 
 
@@ -156,7 +156,7 @@ class FlightRecorder:
         self._groups: dict[str, tuple[int, list[int]]] = {}
         self._sequences: dict[int, int] = {}
         self._peers: dict[int, mmap.mmap | None] = {}
-        self._looks: dict[int, int] = {}  # number of checks for the file of a rank
+        self._looks: dict[int, int] = {}  # rank -> number of attempts to read its file
 
     def __enter__(self) -> Self:
         """Create the file, and record every collective that Python code calls from now on."""
@@ -215,7 +215,7 @@ class FlightRecorder:
         for rank in ranks:
             if rank == self._rank or (memory := self._peer(rank)) is None:
                 continue
-            other = read_record(memory, slot_of(group_id, sequence))  # None: it compares by itself when it calls it
+            other = read_record(memory, slot_of(group_id, sequence))  # None: that rank compares when it makes the call
             if other is not None and (other.group, other.sequence) == (group_id, sequence) and other.kind != call.kind:
                 raise CollectiveMismatchError(mismatch((self._rank, call), (rank, other), self._file_of))
 

@@ -231,8 +231,8 @@ class LocalSgd(ProcessGroupOptions, Strategy):
         vector = Vector(num_bytes=dense // self.shard * width, element_bytes=width)
         parts = [ranks[index :: self.shard] for index in range(self.shard)]  # ranks with the same part
         host = ranks_a_host(context, len(ranks))
-        sums = [reduction("backend", part, vector, ranks_a_host=host)[0] for part in parts if len(part) > 1]
-        summed = [replace(sums[0], flows=joined(*(transfer.flows for transfer in sums)))] if sums else []
+        by_part = [reduction("backend", part, vector, ranks_a_host=host)[0] for part in parts if len(part) > 1]
+        summed = [replace(by_part[0], flows=joined(*(transfer.flows for transfer in by_part)))] if by_part else []
         summed += gathered_rows(lookups, ranks, shards=cut.shards_a_replica, width=width)
         return (*transfers, *(replace(transfer, end_step=self.local_after) for transfer in summed))
 
@@ -252,7 +252,7 @@ class LocalSgd(ProcessGroupOptions, Strategy):
     def setup(self, request: SetupRequest) -> LocalSgdExecutor:
         """Join the other ranks, and broadcast the model of rank 0."""
         ranks = self.join(request.identity)
-        local: Collective = LocalCollective()
+        within: Collective = LocalCollective()
         step: MakeStep[Replica] = ShardStep
         step_alone: MakeStep[Replica] = ShardStep
         copies = join_norms = None
@@ -263,12 +263,12 @@ class LocalSgd(ProcessGroupOptions, Strategy):
             replica, place, step = self._mesh.build(request, ranks)
             group, copies = place.group("shard"), place.group("replicate")
             rank, device = place.coordinates["shard"], replica.device
-            local = GroupCollective(rank=rank, num_ranks=self.shard, device=device, group=group)
+            within = GroupCollective(rank=rank, num_ranks=self.shard, device=device, group=group)
             join_norms = joined_norms(dict.fromkeys(replica.params, True), device, group)
             step_alone = partial(ShardedWork, group=group)
         # for independent steps, the same model, optimizer and buffers, without sums over the other replicas
         parts = replace(
-            replica.parts_made_of, data_ranks=local, all_ranks=local, reducer=LocalReducer(), join_norms=join_norms
+            replica.parts_made_of, data_ranks=within, all_ranks=within, reducer=LocalReducer(), join_norms=join_norms
         )
         return LocalSgdExecutor(
             self, replica, Replica(parts), request.training, ranks, make_steps=(step, step_alone), copies=copies

@@ -518,11 +518,11 @@ class ParameterServer(Strategy):
         """Whether an update may contain shards of several steps."""
         return self.mode == "sync" and self.spare_mode == "replace" and self.spare_replicas > 0
 
-    def _on_device(self, task: Task, num_gpus: int, index: int) -> Task:
+    def _on_device(self, task: Task, num_gpus: int, local_rank: int) -> Task:
         """Return a task with its device: the GPUs in turn for those that compute, the CPU for the others."""
         first = int(self._size > 1)  # the chief only evaluates a model that fits on no device
         computes = task.role in _COMPUTING and task.rank >= first and num_gpus > 0
-        device = f"cuda:{(index - first) * self.devices_per_worker % num_gpus}" if computes else "cpu"
+        device = f"cuda:{(local_rank - first) * self.devices_per_worker % num_gpus}" if computes else "cpu"
         return Task(role=task.role, index=task.index, rank=task.rank, device=device)
 
 

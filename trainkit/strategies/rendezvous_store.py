@@ -96,8 +96,8 @@ def store_client(address: tuple[str, int], timeout_s: float) -> Any:
     try:
         return call_within(lambda: TCPStore(host, port, is_master=False, timeout=timeout), limit_s)
     except TimeoutError:
-        problem = f"the store at {host}:{port} accepts connections and does not answer"
-        raise LinkError(f"{problem}: {limit_s:g} s") from None
+        reason = f"the store at {host}:{port} accepts connections and does not answer"
+        raise LinkError(f"{reason}: {limit_s:g} s") from None
 
 
 T = TypeVar("T")

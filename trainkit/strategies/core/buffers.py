@@ -200,23 +200,23 @@ class StepBuffers:
         Raises:
             ConfigError: no sum over shards keeps one of them.
         """
-        chosen = [index for index, flag in enumerate(changed) if flag]
-        for name, (owner, leaf) in ((self.names[index], self._all[index]) for index in chosen):
+        indices = [index for index, flag in enumerate(changed) if flag]
+        for name, (owner, leaf) in ((self.names[index], self._all[index]) for index in indices):
             buffer = owner._buffers[leaf]  # noqa: SLF001 - as in `tensors`
             if buffer is not None and (problem := sum_problem(name, buffer, self._dtype)) is not None:
                 raise ConfigError([problem])
-        self._chosen = [self._all[index] for index in chosen]
+        self._chosen = [self._all[index] for index in indices]
         if not self._groups:
             return
         starts, sums = self._starts(), None if self._sums is None else self._unjoined(self._sums)
-        self._lay_out([starts[index] for index in chosen])
+        self._lay_out([starts[index] for index in indices])
         if sums is not None:
-            self._sums = [group.joined(tensors) for group, tensors in self._split([sums[index] for index in chosen])]
+            self._sums = [group.joined(tensors) for group, tensors in self._split([sums[index] for index in indices])]
 
     def settle_like(self, other: StepBuffers) -> None:
         """Keep the same buffers as those of another copy of the model."""
-        chosen = {id(entry) for entry in other._chosen}
-        self._chosen = [entry for entry, twin in zip(self._all, other._all, strict=True) if id(twin) in chosen]
+        chosen_ids = {id(entry) for entry in other._chosen}
+        self._chosen = [entry for entry, twin in zip(self._all, other._all, strict=True) if id(twin) in chosen_ids]
 
     def for_all_names(self, sums: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Return the sum for each buffer that a forward pass updates, in the order of `names`; None for the others."""
@@ -225,8 +225,8 @@ class StepBuffers:
 
     def updated_names(self) -> list[str]:
         """Return the names of the buffers that a forward pass updates."""
-        chosen = set(map(id, self._chosen))
-        return [name for name, entry in zip(self.names, self._all, strict=True) if id(entry) in chosen]
+        chosen_ids = set(map(id, self._chosen))
+        return [name for name, entry in zip(self.names, self._all, strict=True) if id(entry) in chosen_ids]
 
     def shapes(self) -> list[torch.Size]:
         """Return the shapes of the tensors that `take` returns."""
@@ -322,8 +322,8 @@ class StepBuffers:
         """Group buffers by device and dtype, and store their values at the start of the step."""
         self._layout = [(tensor.shape, tensor.dtype, tensor.device) for tensor in starts]
         groups: dict[tuple[torch.device, torch.dtype, bool], list[int]] = {}
-        chosen = ((owner, leaf) for owner, leaf in self._chosen if owner._buffers[leaf] is not None)  # noqa: SLF001
-        for index, ((_, dtype, device), entry) in enumerate(zip(self._layout, chosen, strict=True)):
+        present = ((owner, leaf) for owner, leaf in self._chosen if owner._buffers[leaf] is not None)  # noqa: SLF001
+        for index, ((_, dtype, device), entry) in enumerate(zip(self._layout, present, strict=True)):
             groups.setdefault((device, dtype, holds_samples(*entry)), []).append(index)
         self._groups = [
             BufferGroup(indices, [starts[index] for index in indices], is_added=is_added)

@@ -153,8 +153,8 @@ def computing_copy(
         shares: whether, on the variables' own device, its parameters are in their memory.
         on_phase: receives (phase, step) of its computation.
     """
-    placed = {id(p): _on(p, device, shares=shares) for p in variables.model.parameters()}
-    model = copied(variables.model, placed).to(device)
+    memo = {id(p): _on(p, device, shares=shares) for p in variables.model.parameters()}
+    model = copied(variables.model, memo).to(device)
     forget_keys(model)
     params = {name: param for name, param in model.named_parameters() if param.requires_grad}
     masters = variables.masters if variables.masters_apart else params

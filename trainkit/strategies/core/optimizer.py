@@ -42,7 +42,7 @@ class OptimizerStepper:
     def __init__(self, optimizer: torch.optim.Optimizer, params: Sequence[Tensor]) -> None:
         self.optimizer = optimizer
         self.base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
-        self._index = {id(param): index for index, param in enumerate(params)}
+        self._index_of = {id(param): index for index, param in enumerate(params)}
         self._params = list(params)
         self._strides = [param.stride() for param in params]
         self._initial = {param: _copied(slots) for param, slots in optimizer.state.items()}
@@ -183,7 +183,7 @@ class OptimizerStepper:
             largest = of_each("max_exp_avg_sq") if group["amsgrad"] else []
             slots = [of_each("exp_avg"), of_each("exp_avg_sq"), largest, of_each("step")]
         return _Kernel(
-            function, params, [self._index[id(param)] for param in params], slots, settings, base_lr, counter
+            function, params, [self._index_of[id(param)] for param in params], slots, settings, base_lr, counter
         )
 
 
@@ -209,8 +209,8 @@ class NamedSteppers(OptimizerStepper):
 
     def __init__(self, members: Sequence[_Member], names: Sequence[str]) -> None:
         self._members, self.names = tuple(members), tuple(names)
-        indices = {name: index for index, name in enumerate(names)}
-        self._indices = [[indices[name] for name in member.params] for member in self._members]
+        index_of = {name: index for index, name in enumerate(names)}
+        self._indices = [[index_of[name] for name in member.params] for member in self._members]
         self._factors = [1.0] * len(self._members)
 
     @classmethod
@@ -318,9 +318,9 @@ def restore_optimizer_state(
     for param, values in optimizer.state.items():
         # load_state_dict casts to the dtype of the parameter, not to its layout
         for slot, value in values.items():
-            old = slots[names[id(param)]].get(slot)
-            if slot != "step" and isinstance(old, Tensor) and isinstance(value, Tensor) and old.dtype != value.dtype:
-                value = values[slot] = old.to(value.device)  # noqa: PLW2901
+            raw = slots[names[id(param)]].get(slot)
+            if slot != "step" and isinstance(raw, Tensor) and isinstance(value, Tensor) and raw.dtype != value.dtype:
+                value = values[slot] = raw.to(value.device)  # noqa: PLW2901
             if isinstance(value, Tensor) and value.shape == param.shape:
                 values[slot] = in_layout(value, param.stride())
 

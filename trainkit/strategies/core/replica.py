@@ -62,16 +62,16 @@ def joined_norms(
 
     def join(norms: Tensor, indices: Sequence[int], order: float) -> Tensor:
         """Return the norms; collective, without synchronisation with the device."""
-        result = torch.zeros(len(names), dtype=norms.dtype, device=device)
+        all_norms = torch.zeros(len(names), dtype=norms.dtype, device=device)
         chosen, written = on_device(tuple(indices), norms.device)
         if order == float("inf"):  # values that are not finite must remain, and a maximum may drop a NaN
-            result[chosen] = torch.where(torch.isfinite(norms), norms, order).to(device)
-            dist.all_reduce(result, op=dist.ReduceOp.MAX, group=group)
-            return result if among else result[chosen]
+            all_norms[chosen] = torch.where(torch.isfinite(norms), norms, order).to(device)
+            dist.all_reduce(all_norms, op=dist.ReduceOp.MAX, group=group)
+            return all_norms if among else all_norms[chosen]
         power = 1.0 if are_whole else order
-        result[chosen] = (norms**power * written).to(device)
-        dist.all_reduce(result, group=group)
-        joined: Tensor = (result if among else result[chosen]) ** (1 / power)
+        all_norms[chosen] = (norms**power * written).to(device)
+        dist.all_reduce(all_norms, group=group)
+        joined: Tensor = (all_norms if among else all_norms[chosen]) ** (1 / power)
         return joined
 
     return join
@@ -516,8 +516,8 @@ def refuse_mismatch(shapes: Mapping[str, tuple[int, ...]], tensors: Mapping[str,
         CheckpointError: one is missing, unknown, or of another shape; up to five are named.
     """
     lines = [f"{key} is missing there" for key in shapes if key not in tensors]
-    others = ("optimizer/", "callback/")
-    lines += [f"{key} is not in this model" for key in tensors if key not in shapes and not key.startswith(others)]
+    prefixes = ("optimizer/", "callback/")
+    lines += [f"{key} is not in this model" for key in tensors if key not in shapes and not key.startswith(prefixes)]
     lines += [
         f"{key} is {tuple(meta_of(tensors, key).shape)} there and {shape} here"
         for key, shape in shapes.items()

@@ -403,8 +403,8 @@ class ShardStep:
             for param in replica.params.values():
                 param.grad = None
         marks = [layout_mark(param) for param in replica.params.values()]
-        devices = replica.places_of(names)
-        where = [0] * len(names) if devices is None else devices.places
+        param_places = replica.places_of(names)
+        where = [0] * len(names) if param_places is None else param_places.places
         rows = torch.stack(replica.data_ranks.gather(torch.tensor([*marks, *where, *flags, *dims, *map(int, changed)])))
         count = len(names)
         _refuse_differences(names, rows[:, :count], rows[:, count : 2 * count])
@@ -445,8 +445,8 @@ def _refuse_differences(names: Sequence[str], marks: Tensor, places: Tensor) -> 
         for name, column in zip(names, values.t().tolist(), strict=True):
             rank = next((rank for rank, value in enumerate(column) if value != column[0]), None)
             if rank is not None and values is marks:
-                problem = f"the parameter {name} has different strides on rank {rank} and on rank 0."
-                raise TrainingError(f"{problem} Give it one memory format on every rank.")
+                rule = f"the parameter {name} has different strides on rank {rank} and on rank 0."
+                raise TrainingError(f"{rule} Give it one memory format on every rank.")
             if rank is not None:
                 where = f"on device {column[rank]} of its replica on rank {rank}, and on device {column[0]} on rank 0."
                 raise TrainingError(f"the parameter {name} is {where} Set the place of each block in strategy.map.")

@@ -147,6 +147,6 @@ class CapturingCaller:
             return CapturedCall(call, leaves, self._make())
         except RuntimeError as error:
             self._can = False
-            problem = "a step cannot be captured, so its kernels are launched one by one"
-            _log.warning("compile.cuda_graphs: %s: %s", problem, first_line(error))
+            warning = "a step cannot be captured, so its kernels are launched one by one"
+            _log.warning("compile.cuda_graphs: %s: %s", warning, first_line(error))
             return None
