@@ -250,8 +250,8 @@ class _Attention(torch.autograd.Function):
                     grad_rows, rows, key, value, mixed, logs, ctx.scale, number == stretch, columns
                 )
                 total += first
-                for of_ranks, share in zip(cut.of_stretch(grads, number), others, strict=True):
-                    of_ranks.add_(share.view(*of_ranks.shape[:2], -1, *share.shape[2:]).sum(2))
+                for of_ranks, by_heads in zip(cut.of_stretch(grads, number), others, strict=True):
+                    of_ranks.add_(by_heads.view(*of_ranks.shape[:2], -1, *by_heads.shape[2:]).sum(2))
             by_queries.append(total.to(rows.dtype))
         del parts, key, value
         sums = torch.empty_like(grads[0])

@@ -141,11 +141,11 @@ class MeshPlace(SingleDevicePlacement):
         if not isinstance(part, DTensor):
             along = self.summing("shard")
             return replace(outer, is_written=outer.is_written and (along is None or along.get_local_rank() == 0))
-        (placement,), ranks, index = part.placements, part.device_mesh.size(), part.device_mesh.get_local_rank()
+        (placement,), count, local_rank = part.placements, part.device_mesh.size(), part.device_mesh.get_local_rank()
         assert isinstance(placement, Shard)
         offset, size, dim = list(outer.offset), list(part.shape), placement.dim
-        length = -(-size[dim] // ranks)  # as in torch.chunk: the last parts are short, or empty
-        start = min(length * index, size[dim])
+        length = -(-size[dim] // count)  # as in torch.chunk: the last parts are short, or empty
+        start = min(length * local_rank, size[dim])
         offset[dim], size[dim] = offset[dim] + start, min(length, size[dim] - start)
         return replace(outer, offset=tuple(offset), size=tuple(size))
 

@@ -494,10 +494,10 @@ def _move(
     Raises:
         ConfigError: the plan does not fit the model.
     """
-    fit, rank, draws = layout.fitted(model), place.coordinates["tensor"], not draws_nothing(model)
+    fit, tensor_rank, draws = layout.fitted(model), place.coordinates["tensor"], not draws_nothing(model)
     if fit.problems:
         raise ConfigError(list(fit.problems))
-    outer = cut_parameters(model, fit, rank=rank, degree=layout.axes.tensor, is_first=place.is_first_copy)
+    outer = cut_parameters(model, fit, rank=tensor_rank, degree=layout.axes.tensor, is_first=place.is_first_copy)
     if layout.gathers:
         make_dense(model)
         model = fully_sharded(model, layout.units(model), layout.sharding(place, precision))

@@ -142,18 +142,18 @@ class Exchange:
             leaf: the only parameter; empty: all.
         """
         tables = [inner._parameters for inner in module.modules()]  # noqa: SLF001 - modules read their parameters from it
-        params = [
+        entries = [
             (table, name, param)
             for table in tables
             for name, param in table.items()
             if param is not None and leaf in ("", name)
         ]
         try:
-            for table, name, param in params:
+            for table, name, param in entries:
                 table[name] = self.changed(param, Replicate(), Replicate(), used_by_parts=True)  # type: ignore[assignment]
             yield
         finally:
-            for table, name, param in params:
+            for table, name, param in entries:
                 table[name] = param
 
 

@@ -201,8 +201,8 @@ def _misfit(match: MatchedModule, model: nn.Module, degree: int) -> Problem | No
     for leaf, dim in dims.items():
         tensor = getattr(module, leaf, None)
         if isinstance(tensor, Tensor) and tensor.shape[dim] % degree:
-            sizes = f"the {tensor.shape[dim]} {'columns' if dim else 'rows'} of {match.name}.{leaf}"
-            return Problem(key=_SIZE_KEY, value=degree, rule=f"does not divide {sizes}, which {style.name} cuts.")
+            dim_text = f"the {tensor.shape[dim]} {'columns' if dim else 'rows'} of {match.name}.{leaf}"
+            return Problem(key=_SIZE_KEY, value=degree, rule=f"does not divide {dim_text}, which {style.name} cuts.")
     owner, _, leaf = match.name.rpartition(".")
     units = getattr(model.get_submodule(owner), "tensor_units", {}).get(leaf)
     if dims and units is not None and units[0] % degree:
@@ -225,10 +225,10 @@ def _uncuttable(match: MatchedModule, model: nn.Module) -> str | None:
 
 def _dims(model: nn.Module, chosen: Sequence[MatchedModule]) -> tuple[dict[str, int], list[Problem]]:
     """Return the sharded dim of each parameter, and problems for tied ones that are sharded differently."""
-    matches = {id(match.module): match for match in chosen}
+    match_of = {id(match.module): match for match in chosen}
     uses_of: dict[int, list[tuple[str, int | None, MatchedModule | None]]] = {}
     for name, module in model.named_modules():
-        match = matches.get(id(module))
+        match = match_of.get(id(module))
         dims = (match.style.dims(module) or {}) if match else {}
         for leaf, parameter in module.named_parameters(recurse=False):
             uses_of.setdefault(id(parameter), []).append((f"{name}.{leaf}", dims.get(leaf), match))

@@ -317,19 +317,19 @@ class PipelineReplica(Replica):
         if self.buffers.names:
             self.buffers.settle(buffers)
         self.settled = True
-        position, holders = (self.stages.position,), self.stages.holders
-        group = None if self.shards is not None else self.alike.get(position)
+        positions, holders = (self.stages.position,), self.stages.holders
+        group = None if self.shards is not None else self.alike.get(positions)
         if group is None:
             return
-        stages: dict[int, list[int]] = {}
+        stages_of: dict[int, list[int]] = {}
         for stage, module in self.stages.blocks.items():
             for param in module.parameters():
-                stages.setdefault(id(param), []).append(stage)
+                stages_of.setdefault(id(param), []).append(stage)
         following: StageSums | None = None
         for stage in sorted(self.stages.blocks):  # the last stage comes first in the sums
             named = zip(self.params.items(), used, strict=True)
-            params = {name: param for (name, param), flag in named if flag and holders[name] == position}
-            params = {name: param for name, param in params.items() if stages.get(id(param)) == [stage]}
+            params = {name: param for (name, param), flag in named if flag and holders[name] == positions}
+            params = {name: param for name, param in params.items() if stages_of.get(id(param)) == [stage]}
             if params:
                 following = StageSums(params, self.masters, group, next_stage=following)
                 self._stage_sums = {stage: following, **self._stage_sums}
@@ -665,8 +665,8 @@ class PipelineWork(ShardStep):
         with replica.computing(), replica.precision.autocast(replica.device_types):
             loss = self._scored.pop(number, None)
             if loss is None:
-                scored = tuple(output[: chunk.rows] for output in outputs) if chunk.rows is not None else outputs
-                loss = objective.score(self._program.filled(scored), chunk.targets)
+                tensors = tuple(output[: chunk.rows] for output in outputs) if chunk.rows is not None else outputs
+                loss = objective.score(self._program.filled(tensors), chunk.targets)
             if replica.stages.sequences is not None:
                 replica.stages.sequences.scored(loss)
             total = loss.total
@@ -690,19 +690,19 @@ def _zeros_where_used(grad: Tensor | None, used: bool, master: Tensor) -> Tensor
 
 def _settle(replica: PipelineReplica, grads: Sequence[Tensor | None]) -> None:
     """Agree with the other ranks on the parameters with gradients and the updated buffers; collective."""
-    places = {name: index for index, name in enumerate(replica.stages.holders)}
-    flags = torch.zeros(len(places), dtype=torch.int64)
+    index_of = {name: index for index, name in enumerate(replica.stages.holders)}
+    flags = torch.zeros(len(index_of), dtype=torch.int64)
     for name, grad in zip(replica.params, grads, strict=True):
-        flags[places[name]] = int(grad is not None)
+        flags[index_of[name]] = int(grad is not None)
     names = {id(buffer): name for name, buffer in replica.model.named_buffers()}
     named = nn.ModuleList(replica.stages.blocks.values()).named_buffers()
     buffers = [names[id(buffer)] for _, buffer in named]
     for name, changed in zip(buffers, replica.changed, strict=False):
-        flags[places[name]] = int(changed)
+        flags[index_of[name]] = int(changed)
     agreed = torch.stack(replica.all_ranks.gather(flags)).amax(0).tolist()
     replica.settle(
-        used=[bool(agreed[places[name]]) for name in replica.params],
-        buffers=[float(agreed[places[name]]) for name in buffers],
+        used=[bool(agreed[index_of[name]]) for name in replica.params],
+        buffers=[float(agreed[index_of[name]]) for name in buffers],
     )
 
 

@@ -558,9 +558,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         again = [at for written, at, between in self._writes if written == storage and between and at <= call]
         if returned and not any(at > returned[0][0] for at in again):  # the code in between would write again
             return returned
-        arguments = [place for place in record.places if place[1] == GIVEN]
-        if side is None and record.last_between <= call and any(at <= call for at, _, _ in arguments):
-            return arguments
+        passed = [place for place in record.places if place[1] == GIVEN]
+        if side is None and record.last_between <= call and any(at <= call for at, _, _ in passed):
+            return passed
         return []
 
 

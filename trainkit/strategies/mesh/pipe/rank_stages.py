@@ -138,16 +138,16 @@ contain this rank and have more than one rank; in an order that is the same on a
 """
 
 
-def groups_alike(positions: Sequence[tuple[int, ...]], axes: Axes, *, rank: int, timeout_s: float) -> Alike:
-    """Create the groups of these positions, in whose exchanges a rank waits for `timeout_s`; collective over all
-    ranks.
+def groups_alike(holders: Sequence[tuple[int, ...]], axes: Axes, *, rank: int, timeout_s: float) -> Alike:
+    """Create the groups of the positions in `holders`, in whose exchanges a rank waits for `timeout_s`; collective
+    over all ranks.
     """
     grid = torch.arange(axes.num_ranks).view(astuple(axes)).permute(1, 4, 0, 3, 2)
     if axes.shard > 1:  # the backward pass sums over `context` and `shard`
         grid = grid.permute(0, 3, 1, 2, 4).reshape(-1, axes.tensor, axes.replicate, 1, axes.pipe)
     alike: Alike = {}
     # Sets of one position first, which are disjoint, then those of shared tensors, in the same order on all ranks.
-    for places in sorted(set(positions), key=lambda places: (len(places), places)):
+    for places in sorted(set(holders), key=lambda places: (len(places), places)):
         rank_lists: list[list[int]] = grid[..., list(places)].flatten(0, 1).flatten(1).tolist()
         for ranks in rank_lists if len(rank_lists[0]) > 1 else ():
             group = dist.new_group(ranks, timeout=timedelta(seconds=timeout_s))

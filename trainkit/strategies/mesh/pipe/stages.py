@@ -168,13 +168,13 @@ class StageAssignment:
         Most tensors are on one position. A tied one is on each stage that has one of its names; tensors that the model
         owns itself are on all.
         """
-        stages: dict[int, set[int]] = {}
+        positions_of: dict[int, set[int]] = {}
         for unit, stage in zip(self.units, self.stages, strict=True):
             for _, tensor in unit.tensors():
-                stages.setdefault(id(tensor), set()).add(stage % num_ranks)
+                positions_of.setdefault(id(tensor), set()).add(stage % num_ranks)
         everywhere = set(range(num_ranks))
         named = [*model.named_parameters(), *model.named_buffers()]
-        return {name: tuple(sorted(stages.get(id(tensor), everywhere))) for name, tensor in named}
+        return {name: tuple(sorted(positions_of.get(id(tensor), everywhere))) for name, tensor in named}
 
     def words(self) -> str:
         """Return the assignment as a map, for messages: `embed:0,blocks.0-5:0,rest:1`."""
