@@ -148,12 +148,12 @@ def _share_memory(collective: Collective, size: int, names: Sequence[int]) -> tu
     if descriptor >= 0:
         os.close(descriptor)
     if away:
-        problem = f"rank {names[away[0]]} is not on the host of rank {names[0]}, whose memory it would share"
+        reason = f"rank {names[away[0]]} is not on the host of rank {names[0]}, whose memory it would share"
     elif shared < 0:
-        problem = f"there are no {size / 2**20:.0f} MiB of memory to share gradients in"
+        reason = f"there are no {size / 2**20:.0f} MiB of memory to share gradients in"
     else:
-        problem = f"rank {names[could.index(0)]} may not open the memory that rank {names[0]} would share"
-    raise TrainingError(f"{problem}. {_REMEDY}")
+        reason = f"rank {names[could.index(0)]} may not open the memory that rank {names[0]} would share"
+    raise TrainingError(f"{reason}. {_REMEDY}")
 
 
 def _open(path: str) -> int:

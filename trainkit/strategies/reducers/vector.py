@@ -328,21 +328,21 @@ class VectorReducer(Reducer):
                 bucket_bytes=self._bucket_bytes,
                 part_tail=self.compressor is not None,
             )
-            grads = [bucket for bucket in self.buckets if not bucket.is_tail]
-            self._grads = [range(bucket.first, min(bucket.last, packing.num_grads)) for bucket in grads]
-            self._bucket_of = {index: number for number, indices in enumerate(self._grads) for index in indices}
+            grad_buckets = [bucket for bucket in self.buckets if not bucket.is_tail]
+            self._grad_ranges = [range(bucket.first, min(bucket.last, packing.num_grads)) for bucket in grad_buckets]
+            self._bucket_of = {index: number for number, indices in enumerate(self._grad_ranges) for index in indices}
         self._filled = [False] * len(self.views)  # the content of the vector belongs to an earlier step
         self._params: Sequence[Tensor] | None = None
 
     def begin_backward(self, params: Sequence[Tensor], *, is_last: bool) -> None:
         """Collect the gradients of the next backward pass."""
-        if len(self._grads) > 1:
+        if len(self._grad_ranges) > 1:
             if not self._hooks:
                 self._hooks = [
                     param.register_post_accumulate_grad_hook(partial(self._on_gradient, index))  # type: ignore[no-untyped-call]
                     for index, param in enumerate(params)
                 ]
-            self._missing = list(map(set, self._grads))
+            self._missing = list(map(set, self._grad_ranges))
         self._params, self._is_last = params, is_last
 
     def end_backward(self) -> None:
@@ -355,7 +355,7 @@ class VectorReducer(Reducer):
 
     def collect(self, *, leaves_new: bool) -> None:
         """Collect the gradients of the pass that has ended."""
-        for indices in self._grads:
+        for indices in self._grad_ranges:
             self._take(indices, leaves_new=leaves_new)
         self._params = None
 
@@ -368,7 +368,7 @@ class VectorReducer(Reducer):
         if index in missing:
             missing.discard(index)
             if not missing:
-                self._take(self._grads[number])
+                self._take(self._grad_ranges[number])
                 if exchanges:
                     self.on_full(number)
         elif exchanges:  # else `end_backward` collects the other part
@@ -539,7 +539,7 @@ class HierarchicalReducer(VectorReducer):
         timeout = timedelta(seconds=timeout_s)
         # Every rank creates every group in the same order, as torch requires.
         groups = {place: dist.new_group(ranks, timeout=timeout) for place, ranks in members.items()}
-        for together in dict.fromkeys(group for group, _ in members):
+        for together in dict.fromkeys(together for together, _ in members):
             leaders = dist.new_group([ranks[0] for place, ranks in members.items() if place[0] == together], timeout)
             if together == places[rank][0]:
                 self._leaders = leaders
@@ -624,9 +624,9 @@ class DeterministicReducer(Reducer):
 
     def finish(self) -> Sums:
         """Return the sums over all lanes, in the order of the tree."""
-        nodes, totals = self._lane_sums.take(), []
+        of_nodes, totals = self._lane_sums.take(), []
         for number, part in enumerate(self._parts):
-            vectors = [of_node[number] for of_node in nodes]
+            vectors = [of_node[number] for of_node in of_nodes]
             total = vectors[0] if self._num_ranks == 1 else self._exchange(vectors, part.packing)
             totals.append(part.packing.views(total.add_(0.0)))  # the sign of zero does not depend on the ranks
         return unsplit(self._parts, totals)

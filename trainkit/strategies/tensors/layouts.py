@@ -341,11 +341,11 @@ class FlatPart:
 
 def unsplit(parts: Sequence[FlatPart], tensors: Sequence[Sequence[Tensor | None]]) -> list[Tensor | None]:
     """Return the tensors of all parts, given part by part, in the order of the whole buffer."""
-    result: list[Tensor | None] = [None] * sum(len(part.indices) for part in parts)
+    whole: list[Tensor | None] = [None] * sum(len(part.indices) for part in parts)
     for part, part_tensors in zip(parts, tensors, strict=True):
         for index, tensor in zip(part.indices, part_tensors, strict=True):
-            result[index] = tensor
-    return result
+            whole[index] = tensor
+    return whole
 
 
 def find_sparse(grads: Sequence[Tensor | None]) -> dict[int, int]:

@@ -155,8 +155,8 @@ def sparse_tables(model: nn.Module) -> dict[int, nn.Module]:
         [2]
     """
     trained = [param for param in model.parameters() if param.requires_grad]
-    indices = {id(param): index for index, param in enumerate(trained)}
-    return {indices[id(table.weight)]: table for table in tables_of(model).values()}
+    index_of = {id(param): index for index, param in enumerate(trained)}
+    return {index_of[id(table.weight)]: table for table in tables_of(model).values()}
 
 
 def read_when_looked_up(model: nn.Module, pull_rows: Callable[[int, Tensor], Tensor]) -> None:
@@ -494,14 +494,14 @@ class Chief(Executor):
 
     def result_extra(self) -> JsonMap:
         """Return the staleness of the updates, and the number of late gradients."""
-        result: dict[str, object] = {}
+        extra: dict[str, object] = {}
         if self._mode == "async" and self._log.staleness:
-            result["staleness"] = staleness_summary(self._log.staleness)
+            extra["staleness"] = staleness_summary(self._log.staleness)
         if self._scheduler.late:
-            result["late_gradients"] = dict(sorted(self._scheduler.late.items()))
+            extra["late_gradients"] = dict(sorted(self._scheduler.late.items()))
         if self._mixed:
-            result["mixed_reads"] = self._mixed
-        return result
+            extra["mixed_reads"] = self._mixed
+        return extra
 
     def close(self, *, failed: bool = False) -> None:  # noqa: ARG002 - other tasks wait for no exchange
         """End the other tasks, and close all connections."""
@@ -596,7 +596,7 @@ class Chief(Executor):
         local.on_phase("update", update.version)
         reports = [self._reports.pop(item.number) for item in update.items]
         status, norm = (self._apply_one if self._mode == "async" else self._apply_sum)(update, reports)
-        losses = self._number(sum(report.loss_sum for report in reports))
+        loss_sum = self._number(sum(report.loss_sum for report in reports))
         weight = sum(weight for report in reports for weight in report.weights)
         left_out = (LeftOut(update.version, update.tickets),) if status is Status.skipped else ()
         names = self._training.objective.term_names
@@ -611,13 +611,13 @@ class Chief(Executor):
                 local.step_metrics["staleness"] = float(update.staleness)
             if scheduler.late:
                 local.step_metrics["late_gradients"] = float(scheduler.late.total())
-        return StepOutcome(update.version, status, losses, weight, norm, left_out, update.tickets, terms)
+        return StepOutcome(update.version, status, loss_sum, weight, norm, left_out, update.tickets, terms)
 
     def _apply_one(self, update: PendingUpdate, reports: list[WorkReport]) -> tuple[Status, Tensor | None]:
         """Apply one gradient that its worker has already unscaled and clipped."""
         (report,), decision, local = reports, update.decision, self._eval_model
-        reported, leaves_out = Status(report.status), self._leaves_out
-        status, scale = settled(local.loss_scale, report.scale, reported, leaves_out=leaves_out)
+        worker_status, leaves_out = Status(report.status), self._leaves_out
+        status, scale = settled(local.loss_scale, report.scale, worker_status, leaves_out=leaves_out)
         local.set_loss_scale(scale)
         if status is not Status.applied:
             return status, None
@@ -640,8 +640,8 @@ class Chief(Executor):
             norms=rule.max_norm is not None,
         )
         is_lost = leaves_out and not (sums.others_finite and all(isfinite(report.loss_sum) for report in reports))
-        outcome = Status.skipped if is_lost else Status.applied if sums.finite else Status.retry
-        status, after = settled(scale, scale.scale, outcome, leaves_out=leaves_out)
+        sum_status = Status.skipped if is_lost else Status.applied if sums.finite else Status.retry
+        status, after = settled(scale, scale.scale, sum_status, leaves_out=leaves_out)
         local.set_loss_scale(after)
         if status is not Status.applied:
             return status, None

@@ -93,7 +93,7 @@ class GroupWorker(OrderWorker):
             raise
 
     def _broadcast(self, message: JsonMap | None) -> JsonMap:
-        """Return what the first process tells; collective.
+        """Return the message of the first process; collective.
 
         Raises:
             LinkError: it has lost the chief or a server.

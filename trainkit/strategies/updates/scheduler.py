@@ -109,7 +109,7 @@ def settled(scale: LossScale, used: float, status: Status, *, leaves_out: bool) 
     """Return the status of an update, and the loss scale after it.
 
     A gradient is unscaled by the loss scale that it was computed with, so the scale may change meanwhile. An overflow
-    at a scale that is no longer used says nothing of the current one: the step is computed again, with that one.
+    at a scale that is no longer used says nothing about the current one: the step is computed again, with that one.
 
     Args:
         scale: the loss scale that the next work item gets.

@@ -283,14 +283,14 @@ class VariableServer:
         """
         parts: Parts = [None] * len(self._pieces)
         for name, tensor in request.tensors.items():
-            text, _, part = name.partition(".")
+            text, _, suffix = name.partition(".")
             number = int(text) if text.isdecimal() else -1
             piece = self._pieces[number]
             if number < 0 or piece.variable.kind == "frozen":
                 raise ValueError(f"push: {name} is not a gradient of a trained variable")
-            if part == "rows":
+            if suffix == "rows":
                 parts[number] = self._sparse(piece, tensor, request.tensors[f"{text}.values"])
-            elif not part:
+            elif not suffix:
                 parts[number] = view_of(tensor.to(self._dtype), piece.shape, piece.strides)
         find_sparse(parts)  # else torch warns, once an optimizer makes such tensors
         with self._changed:
@@ -752,13 +752,13 @@ class ParameterServerClient:
         """Return parameters, saved buffers and optimizer state as full tensors, named as in `replica_state`."""
 
         def read(server: int) -> list[tuple[RowShard, str, Tensor]]:
-            tensors, pieces = [], {piece.variable.name: piece for piece in self.shares.pieces[server]}
+            entries, pieces = [], {piece.variable.name: piece for piece in self.shares.pieces[server]}
             self.links[server].send(VariableServer.state.__name__)
             while (frame := self.answer(server, "tensor", "answer")).kind == "tensor":
                 meta = expect_map(frame.meta, {"key": str, "shape": list})
                 piece, values = pieces[name_in(meta["key"])], self._tensors(server)["values"]
-                tensors.append((piece, meta["key"], values.view(meta["shape"])))
-            return tensors
+                entries.append((piece, meta["key"], values.view(meta["shape"])))
+            return entries
 
         whole: dict[str, Tensor] = {}
         for piece, key, tensor in [entry for entries in self._each(read) for entry in entries]:
@@ -809,19 +809,19 @@ class ParameterServerClient:
             return bool(meta["finite"]), bool(meta["others"]), {pieces[number].index: norm for number, norm in named}
 
         answers = self._each(ask)
-        parts: dict[int, list[Tensor]] = {}
+        part_norms: dict[int, list[Tensor]] = {}
         for _, _, by_index in answers:
             for index, norm in by_index.items():
-                parts.setdefault(index, []).append(norm)
-        whole = [torch.zeros((), dtype=self.shares.master_dtype)]
-        for index in sorted(parts):
-            if len(parts[index]) == 1:
-                whole.append(parts[index][0])
+                part_norms.setdefault(index, []).append(norm)
+        variable_norms = [torch.zeros((), dtype=self.shares.master_dtype)]
+        for index in sorted(part_norms):
+            if len(part_norms[index]) == 1:
+                variable_norms.append(part_norms[index][0])
             elif lanes:
-                whole.append(torch._foreach_norm([self._full_gradient(index)], 2.0)[0])  # noqa: SLF001 - as in torch's clipping
+                variable_norms.append(torch._foreach_norm([self._full_gradient(index)], 2.0)[0])  # noqa: SLF001 - as in torch's clipping
             else:
-                whole.append(torch.linalg.vector_norm(torch.stack(parts[index])))
-        total: Tensor = torch.linalg.vector_norm(torch.stack(whole[1:] or whole))
+                variable_norms.append(torch.linalg.vector_norm(torch.stack(part_norms[index])))
+        total: Tensor = torch.linalg.vector_norm(torch.stack(variable_norms[1:] or variable_norms))
         return Sum(all(finite for finite, _, _ in answers), all(others for _, others, _ in answers), total)
 
     def apply(

@@ -254,15 +254,15 @@ def _cut(variables: Sequence[Variable], indices: Sequence[int], num_servers: int
     chosen = [variables[index] for index in indices]
     edges = [0, *accumulate(variable.num_bytes for variable in chosen)]
     inner = [_boundary(chosen, edges, server, num_servers) for server in range(1, num_servers)]
-    shards = []
+    by_server = []
     for first, last in pairwise([(0, 0), *inner, (len(chosen), 0)]):
         pieces = []
         for number in range(first[0], last[0] + (last[1] > 0)) if first != last else ():
             start = first[1] if number == first[0] else 0
             stop = last[1] if number == last[0] else chosen[number].num_rows
             pieces.append(RowShard(index=indices[number], variable=chosen[number], start=start, stop=stop))
-        shards.append(pieces)
-    return shards
+        by_server.append(pieces)
+    return by_server
 
 
 def _boundary(variables: Sequence[Variable], edges: Sequence[int], server: int, num_servers: int) -> tuple[int, int]:
