@@ -358,16 +358,16 @@ class MetricsAccumulator:
             return ZeroWeightError(
                 f"step {step}: no sample of the global batch has a target: the loss is 0 / 0. Are all labels ignored?"
             )
-        problem = f"loss is {loss_sum}" if not math.isfinite(loss_sum) else f"norm of the gradient is {norm}"
+        fault = f"loss is {loss_sum}" if not math.isfinite(loss_sum) else f"norm of the gradient is {norm}"
         if ranks and self._local.num_ranks > 1:
-            problem += f" on {'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
+            fault += f" on {'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
         left_out = self._run.state.left_out
         samples, count = left_out.samples_of(outcome.tickets or LeftOut.whole(self._run.plan, step).tickets)
         origin = f", of the samples {listed(samples, 8, count)}" if samples else ""
         steps = f"{later} more step{'' if later == 1 else 's'}"
         late = f" It was read after {steps}: log_every_steps=1 reads each step at once." if later else ""
         remedy = f"{REMEDY}, or leave such steps out with numerics.on_nonfinite=skip."
-        return NonFiniteError(f"step {step}: the {problem}{origin}. {remedy}{late}")
+        return NonFiniteError(f"step {step}: the {fault}{origin}. {remedy}{late}")
 
     def _row(self, last: StepOutcome, means: Mapping[str, float], *, targets: float) -> dict[str, float]:
         run, state, local = self._run, self._run.state, self._local

@@ -469,13 +469,13 @@ def untied(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, 
     Raises:
         CheckpointError: a tensor cannot be saved.
     """
-    names: dict[tuple[Any, ...], str] = {}
+    name_of: dict[tuple[Any, ...], str] = {}
     unique, tied = {}, {}
     for name, tensor in tensors.items():
         refuse_unwritable(name, tensor)
         # an XLA tensor has no address: it is never tied
         same = (tensor.data_ptr() or id(tensor), tensor.device, tensor.dtype, tensor.shape, tensor.stride())
-        first = names.setdefault(same, name) if tensor.numel() else name
+        first = name_of.setdefault(same, name) if tensor.numel() else name
         if first == name:
             unique[name] = tensor
         else:
