@@ -44,7 +44,7 @@ ALLOWED: Final[dict[str, tuple[tuple[str, set[str]], ...]]] = {
     "the null device, a service, a URL of the user whose answer is not read, and a file that it checks itself": (
         ("cli.py", {"open"}), ("tracking/sending.py", {"open"}), ("callbacks/alert.py", {"open"}),
         ("report/train_log.py", {"open"}), ("run/process/worker_group.py", {"read_text", "open"}),
-        ("strategies/updates/scheduler.py", {"open"}),
+        ("strategies/updates/scheduler.py", {"open"}), ("run/signals.py", {"open", "fdopen"}),
     ),
     "a new file that it writes, and a folder that it locks or makes durable": (
         ("trainer/checkpoint/saving.py", {"open"}), ("report/events.py", {"open"}),

@@ -95,7 +95,7 @@ def resolve_target(path: str, expected: Expected = ANY_KIND) -> Any:
     rule = name_problem(path, allowed_packages())
     if rule is None:
         try:
-            importlib.import_module("torch")
+            import torch  # noqa: F401, PLC0415 - names of targets are checked without it
         except Exception as error:  # the next import of torch would fail in another way, which says nothing
             raise TrainkitError(f"torch cannot be imported: {named_first_line(error)}.") from error
         target = imported(path)
