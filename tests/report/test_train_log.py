@@ -125,6 +125,13 @@ def test_a_terminal_that_was_closed_ends_nothing(log: Path, monkeypatch: pytest.
     assert log.read_text().split() == ["seen", "0", "1", "2"]
 
 
+def test_a_stream_that_the_caller_has_closed_ends_nothing(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    with recorded_output(log):
+        print("seen", flush=True)
+    assert log.read_text() == "seen\n"
+
+
 def test_the_bar_of_a_terminal_is_in_the_log_as_lines(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     leader, follower = pty.openpty()

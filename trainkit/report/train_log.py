@@ -214,17 +214,16 @@ def lasting_output() -> contextlib.AbstractContextManager[None]:
 @contextlib.contextmanager
 def _replaced_output(make: Callable[[TextIO], LastingStream]) -> Iterator[None]:
     before = sys.stdout, sys.stderr
-    out, err = map(make, before)
-    sys.stdout, sys.stderr = cast("Any", out), cast("Any", err)
-    try:
-        yield
-    finally:
-        out.finish()
-        err.finish()
-        if sys.stdout is out:
-            sys.stdout = before[0]
-        if sys.stderr is err:
-            sys.stderr = before[1]
+    with Path(os.devnull).open("w", encoding="utf-8") as nowhere:  # for a stream that the caller has closed
+        out, err = (make(stream or nowhere) for stream in before)
+        sys.stdout, sys.stderr = cast("Any", out), cast("Any", err)
+        try:
+            yield
+        finally:
+            out.finish()
+            err.finish()
+            sys.stdout = before[0] if sys.stdout is out else sys.stdout
+            sys.stderr = before[1] if sys.stderr is err else sys.stderr
 
 
 def unrecorded(stream: TextIO) -> TextIO:
