@@ -297,6 +297,12 @@ def test_a_folder_with_a_name_that_is_not_utf_8_is_refused(tmp_path: Path, refus
     assert "bytes in its whole path that are not UTF-8" in problem
 
 
+@pytest.mark.parametrize("setting", ["devices=[]", "devices=[[]]", "devices=[cpu,[cpu]]", "devices={a:1}", "map={}"])
+def test_devices_that_make_up_no_replica_are_refused_by_their_key(setting: str, refuse: Refuse) -> None:
+    (problem,) = refuse("recipe=digits", "strategy=mirrored", f"strategy.{setting}")
+    assert problem.startswith(f"strategy.{setting.partition('=')[0]}=")
+
+
 LONG = "has a name of 300 bytes; a file system takes 255 at most."
 
 

@@ -24,7 +24,7 @@ from trainkit.cluster.tasks import Identity, Task
 from trainkit.config.targets.allowed import TARGET
 from trainkit.config.yaml_files import read_document, shipped_conf
 from trainkit.data.reading.collate import CollateFunction, collate
-from trainkit.errors import Problem, TrainingError, listed
+from trainkit.errors import Problem, TrainingError, listed, refuse
 from trainkit.names import name_of
 from trainkit.numerics.batch import BatchPlan, Ticket, shards_of_rank
 from trainkit.numerics.precision import LossScale, Precision
@@ -973,8 +973,14 @@ class Strategy(ABC):
         """
 
     def num_processes(self, num_gpus: int) -> int:
-        """Return the number of processes that the strategy starts on a host with `num_gpus` GPUs."""
-        return len(self.tasks(PlanContext(num_gpus=num_gpus)))
+        """Return the number of processes that the strategy starts on a host with `num_gpus` GPUs.
+
+        Raises:
+            ConfigError: its settings have problems.
+        """
+        context = PlanContext(num_gpus=num_gpus)
+        refuse(self.validate(context))
+        return len(self.tasks(context))
 
     def num_slots(self, num_gpus: int) -> int:
         """Return the number of GPUs that a job of a sweep needs on a host with `num_gpus`; without GPUs, of cores."""
