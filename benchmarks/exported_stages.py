@@ -55,11 +55,8 @@ def by_export(model: nn.Module, inputs: Tensor) -> str:
         same = [torch.allclose(outputs(model, inputs, step), outputs(stages, inputs, step)) for step in range(3)]
     except Exception as error:  # noqa: BLE001 - whatever torch raises is the answer
         return f"fails: {type(error).__name__}"
-    return (
-        "the same"
-        if all(same)
-        else f"other numbers in pass {', '.join(str(step + 1) for step in range(3) if not same[step])}"
-    )
+    others = ", ".join(str(step + 1) for step in range(3) if not same[step])
+    return f"other numbers in pass {others}" if others else "the same"
 
 
 def outputs(model: nn.Module, inputs: Tensor, step: int) -> Tensor:
