@@ -6,7 +6,10 @@ recorded killers must fail on the planted copy; a mutant that survives them is a
 
 from __future__ import annotations
 
+import builtins
 import compileall
+import dis
+import importlib
 import os
 import shutil
 import subprocess
@@ -15,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from py_compile import PycInvalidationMode
+from types import CodeType
 
 import yaml
 
@@ -53,6 +57,17 @@ class Mutant:
             msg = f"mutant {self.name}: its text stands {count} times in {self.file}"
             raise ValueError(msg)
         return source.replace(self.replace, self.by)
+
+    def undefined(self) -> list[str]:
+        """Return the global names that the planted file reads and nothing defines: a NameError is no kill."""
+        code = compile(self.planted((ROOT / self.file).read_text()), self.file, "exec")
+        module = importlib.import_module(self.file.removesuffix(".py").removesuffix("/__init__").replace("/", "."))
+        return sorted(_globals_read(code) - {*vars(module), *vars(builtins)})
+
+
+def _globals_read(code: CodeType) -> set[str]:
+    names = {step.argval for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL"}
+    return names.union(*(_globals_read(constant) for constant in code.co_consts if isinstance(constant, CodeType)))
 
 
 def mutants() -> list[Mutant]:

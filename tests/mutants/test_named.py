@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.mutants.planting import ROOT, Mutant, copy_sources, plant
+from tests.mutants.planting import Mutant, copy_sources, plant
 from tests.support import quick
 
 LISTED: dict[str, dict[str, Any]] = yaml.safe_load((Path(__file__).parent / "named.yaml").read_text())
@@ -36,8 +36,7 @@ def prove(copy: Path, cwd: Path, arguments: list[str]) -> tuple[int, str]:
 
 def test_ten_faults_fit_the_source() -> None:
     for name in LISTED:
-        mutant = mutant_of(name)
-        compile(mutant.planted((ROOT / mutant.file).read_text()), mutant.file, "exec")
+        assert mutant_of(name).undefined() == []
     assert len(LISTED) == 10
 
 
